@@ -1,0 +1,18 @@
+"""Arrays that live on many devices: placements, sharded convolutions, and what they cost."""
+
+from shardkit.arrays import Padded, to_local
+from shardkit.meshes import make_mesh, sub_mesh
+from shardkit.placements import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    placements,
+    to_named_sharding,
+    to_partition_spec,
+)
+from shardkit.reshard import shard_tensor, unshard
+from shardkit.spatial import halo_exchange, ring_conv
+
+__version__ = "0.1.0"

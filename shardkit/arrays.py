@@ -1,0 +1,184 @@
+"""Types and views of arrays on a mesh; nothing here moves data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from shardkit._compat import spec_entries
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["logical_shape"])
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """An array padded up to what the mesh divides, and the shape it stands for.
+
+    JAX can't hold an array whose sharded dim the mesh doesn't divide. A ``Padded`` can: each sharded
+    dim of ``array`` has ``ceil(size / n)`` elements a shard, of which only those below the logical
+    size mean anything. A pytree: it crosses ``jit``, ``grad`` and optimizers as it is.
+
+    Used as an array (``y + 1``, ``jnp.sum(y)``, ``np.asarray(y)``) it stands for its ``value``.
+
+    Attributes:
+      array: the padded array, evenly sharded. Inside a manual region: this device's block.
+      logical_shape: the sizes that count.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> mesh = sk.make_mesh({"sp": 1})
+      >>> x = sk.shard_tensor(jnp.arange(5.0), {"sp": sk.Shard(0)}, mesh, uneven="pad")
+      >>> x.shape, float(x.value.sum())
+      ((5,), 10.0)
+    """
+
+    array: jax.Array
+    logical_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return self.logical_shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.logical_shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.logical_shape))
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    @property
+    def sharding(self):
+        """The sharding of the padded array."""
+        return self.array.sharding
+
+    @property
+    def value(self) -> jax.Array:
+        """The logical array.
+
+        Under jit on Auto axes it stays sharded and nothing is communicated: the shards keep their
+        places and the tail is left out. Where JAX can't represent an unevenly sharded array (eagerly,
+        and on Explicit axes) the dims that don't divide come back replicated.
+
+        Raises:
+          ValueError: inside a manual region, where a device holds only its block.
+        """
+        if self.array.shape == self.logical_shape:
+            return self.array
+        if any(a < w for a, w in zip(self.array.shape, self.logical_shape, strict=True)):
+            raise ValueError(
+                f"inside a manual region a Padded holds this device's block {self.array.shape} of the logical "
+                f"{self.logical_shape}; use .array there, and .value outside"
+            )
+        array = _release_uneven_explicit(self.array, self.logical_shape)
+        return jax.lax.slice(array, (0,) * self.ndim, self.logical_shape)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(np.asarray(self.array)[tuple(slice(0, s) for s in self.logical_shape)], dtype=dtype)
+
+    def __getitem__(self, index):
+        return self.value[index]
+
+    def __len__(self) -> int:
+        return self.logical_shape[0]
+
+    def __getattr__(self, name: str):
+        # Array methods (sum, astype, reshape, ...) act on the logical value.
+        if name.startswith("_") or name not in _ARRAY_METHODS:
+            raise AttributeError(f"'Padded' object has no attribute {name!r}")
+        return getattr(self.value, name)
+
+
+_ARRAY_METHODS = frozenset(
+    n for n in dir(jax.core.ShapedArray((), np.dtype("float32"))) + dir(np.ndarray) if not n.startswith("_")
+) - {"array", "data"}
+
+
+def _operator(fun, swap: bool):
+    def method(self: Padded, other: Any):
+        other = other.value if isinstance(other, Padded) else other
+        return fun(other, self.value) if swap else fun(self.value, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Padded, f"__{_name}__", _operator(getattr(operator, _name), False))
+    setattr(Padded, f"__r{_name}__", _operator(getattr(operator, _name), True))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Padded, f"__{_name}__", _operator(getattr(operator, _name), False))
+Padded.__neg__ = lambda self: -self.value  # type: ignore[attr-defined]
+Padded.__abs__ = lambda self: abs(self.value)  # type: ignore[attr-defined]
+
+
+def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """On Explicit axes, replicate the dims whose logical size the type system can't shard."""
+    sharding = jax.typeof(array).sharding
+    mesh = sharding.mesh
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return array
+    entries = list(spec_entries(sharding.spec))
+    entries += [None] * (array.ndim - len(entries))
+    for dim, entry in enumerate(entries):
+        if entry is None or array.shape[dim] == shape[dim]:
+            continue
+        names = (entry,) if isinstance(entry, str) else tuple(entry)
+        if shape[dim] % int(np.prod([mesh.shape[n] for n in names])):
+            entries[dim] = None
+    if entries == list(spec_entries(sharding.spec)):
+        return array
+    if not isinstance(array, jax.core.Tracer):
+        mesh = array.sharding.mesh  # a concrete mesh for a concrete array
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def to_local(x: Any) -> list[jax.Array]:
+    """The blocks of ``x`` on this process's devices, in mesh order; nothing moves.
+
+    Args:
+      x: a ``jax.Array`` or ``Padded`` (whose tail blocks come with their padding).
+
+    Returns:
+      One single-device array a device; a replicated array gives equal ones.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> x = sk.shard_tensor(jnp.arange(4), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}))
+      >>> [b.shape for b in sk.to_local(x)]
+      [(4,)]
+    """
+    array = x.array if isinstance(x, Padded) else x
+    if isinstance(array, jax.core.Tracer):
+        raise ValueError("to_local needs a concrete array; inside jit use jax.shard_map to see blocks")
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"to_local takes a jax.Array or sk.Padded, got {type(x).__name__}")
+    blocks = {shard.device: shard.data for shard in array.addressable_shards}
+    if isinstance(array.sharding, NamedSharding):
+        return [blocks[d] for d in array.sharding.mesh.devices.flat if d in blocks]
+    return list(blocks.values())
+
+
+def pad_shape(shape: tuple[int, ...], parts: dict[int, int]) -> tuple[int, ...]:
+    """``shape`` with each dim in ``parts`` rounded up to a multiple of its number of shards."""
+    return tuple(-(-size // parts.get(d, 1)) * parts.get(d, 1) for d, size in enumerate(shape))
+
+
+def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``x`` with zeros after its end in each dim, up to ``shape``."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    return jnp.pad(x, [(0, new - old) for new, old in zip(shape, x.shape, strict=True)])

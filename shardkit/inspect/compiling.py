@@ -1,0 +1,144 @@
+"""From a function and its arguments to a compiled program, and to the mesh it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+AnyMesh = Mesh | AbstractMesh
+MeshAxes = tuple[tuple[Hashable, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program, and what led to it as far as it is known.
+
+    Attributes:
+      compiled: a `jax.stages.Compiled`.
+      jaxpr: the traced program, or None if a program already lowered or compiled was given.
+      arguments: the (args, kwargs) it was traced with.
+    """
+
+    compiled: Any
+    jaxpr: Any
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+    """Compiles `fun` for the given arguments; nothing is run.
+
+    Args:
+      fun: a function, a jitted function, or a `jax.stages` Traced, Lowered or Compiled (then without
+        arguments).
+      args, kwargs: for `fun`: arrays, `jax.ShapeDtypeStruct`s with shardings, pytrees of these.
+
+    Raises:
+      TypeError: `fun` is nothing of that kind, or arguments were given for a program that has them.
+    """
+    stages = jax.stages
+    if isinstance(fun, stages.Traced | stages.Lowered | stages.Compiled):
+        if args or kwargs:
+            raise TypeError(
+                f"arguments were given together with a jax.stages.{type(fun).__name__}, which was made for its "
+                "own already; pass it alone, or pass the function and the arguments."
+            )
+        if isinstance(fun, stages.Compiled):
+            return Program(fun, None, ((), {}))
+        if isinstance(fun, stages.Lowered):
+            return Program(fun.compile(), None, ((), {}))
+        return Program(fun.lower().compile(), fun.jaxpr, ((), {}))
+    if not callable(fun):
+        raise TypeError(
+            "expected a function, a jitted function, or a jax.stages Traced, Lowered or Compiled; "
+            f"got {type(fun).__name__}."
+        )
+    staged: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
+    if hasattr(staged, "trace"):
+        traced = staged.trace(*args, **kwargs)
+        return Program(traced.lower().compile(), getattr(traced, "jaxpr", None), (tuple(args), kwargs))
+    return Program(staged.lower(*args, **kwargs).compile(), None, (tuple(args), kwargs))
+
+
+def mesh_axes(mesh: AnyMesh) -> MeshAxes:
+    """(name, size) of each axis of a mesh."""
+    return tuple(zip(mesh.axis_names, mesh.axis_sizes))
+
+
+def find_mesh(program: Program, num_devices: int, mesh: AnyMesh | None = None) -> MeshAxes | None:
+    """The axes of the mesh that a program runs on.
+
+    Taken is the first that has as many devices as the program: the given one, else that of an
+    argument's NamedSharding, of an input or output of the compiled program, of a shard_map or a sharding
+    in the traced program, and last the ambient one (`jax.set_mesh`).
+
+    Args:
+      program: from `compile_program`.
+      num_devices: partitions times replicas of the compiled program.
+      mesh: what the caller gave.
+
+    Returns:
+      The axes in mesh order, or None if no mesh fits.
+
+    Raises:
+      TypeError: `mesh` is not a mesh.
+      ValueError: `mesh` has another number of devices than the program, which runs on several.
+    """
+    if mesh is not None:
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh; got {type(mesh).__name__}.")
+        if mesh.size != num_devices and num_devices > 1:
+            raise ValueError(
+                f"mesh={dict(mesh.shape)} has {mesh.size} devices, but the program was compiled for "
+                f"{num_devices}; pass the mesh of its arguments, or leave mesh= out to have it found."
+            )
+        return mesh_axes(mesh)
+    for candidate in _candidates(program):
+        if not candidate.empty and candidate.size == num_devices:
+            return mesh_axes(candidate)
+    return None
+
+
+def _candidates(program: Program) -> Iterator[AnyMesh]:
+    yield from _meshes_of_leaves(program.arguments)
+    yield from _meshes_of_leaves(_shardings(program.compiled))
+    if program.jaxpr is not None:
+        yield from _meshes_of_jaxpr(program.jaxpr)
+    yield jax.sharding.get_abstract_mesh()
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    # A program that is no jax.stages.Compiled (Flax wraps its own) need not have these.
+    names = ("input_shardings", "output_shardings")
+    return [getattr(compiled, name, None) for name in names]
+
+
+def _meshes_of_leaves(tree: Any) -> Iterator[AnyMesh]:
+    for leaf in jax.tree.leaves(tree):
+        sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            yield sharding.mesh
+
+
+def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[AnyMesh]:
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            yield from _meshes_of_value(value)
+
+
+def _meshes_of_value(value: Any) -> Iterator[AnyMesh]:
+    if isinstance(value, Mesh | AbstractMesh):
+        yield value
+    elif isinstance(value, NamedSharding):
+        yield value.mesh
+    elif isinstance(value, jex_core.Jaxpr | jex_core.ClosedJaxpr):
+        yield from _meshes_of_jaxpr(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _meshes_of_value(item)

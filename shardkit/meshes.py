@@ -1,0 +1,157 @@
+"""Meshes: making one, and finding the one a call should use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    *,
+    axis_types: str | AxisType | Mapping[str, str | AxisType] = "auto",
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh from axis names and sizes.
+
+    Args:
+      axes: size of each axis, major first. One size may be -1: whatever devices are left.
+      axis_types: "auto" (the compiler places values; Flax models run unchanged), "explicit"
+        (placements are part of the types), or a mapping by axis name.
+      devices: the devices to use; by default all (the first ones, if the sizes need fewer), in the
+        order that ``jax.make_mesh`` finds best for the hardware.
+
+    Raises:
+      ValueError: no axes, a size below 1, more than one -1, sizes that don't fit the devices.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.make_mesh({"dp": 1, "sp": 1}).shape
+      OrderedDict({'dp': 1, 'sp': 1})
+    """
+    if not axes:
+        raise ValueError('make_mesh needs at least one axis, e.g. make_mesh({"dp": -1})')
+    if not isinstance(axes, Mapping):
+        raise TypeError(f'make_mesh takes a mapping of axis name to size, e.g. {{"dp": 2}}, got {axes!r}')
+    available = len(devices) if devices is not None else jax.device_count()
+    sizes = dict(axes)
+    free = [name for name, size in sizes.items() if size == -1]
+    bad = {name: size for name, size in sizes.items() if size != -1 and (not isinstance(size, int) or size < 1)}
+    if bad:
+        raise ValueError(f"mesh axis sizes must be positive integers, or -1 for the rest; got {bad}")
+    if len(free) > 1:
+        raise ValueError(f"only one mesh axis can be -1, got {free}")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        if available % fixed:
+            raise ValueError(
+                f"{available} devices can't be split into {dict(axes)}: the fixed axes take {fixed}, which does "
+                f"not divide {available}"
+            )
+        sizes[free[0]] = available // fixed
+    elif fixed > available:
+        raise ValueError(
+            f"mesh {dict(axes)} needs {fixed} devices, but there are {available}; on a CPU, simulate them with "
+            f'jax.config.update("jax_num_cpu_devices", {fixed}) before JAX is first used'
+        )
+    elif devices is not None and fixed != available:
+        raise ValueError(f"mesh {dict(axes)} needs {fixed} devices, but {available} were given in devices=")
+    types = _axis_types(axis_types, tuple(sizes))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def _axis_types(given: Any, names: tuple[str, ...]) -> tuple[AxisType, ...]:
+    def one(value: Any) -> AxisType:
+        if isinstance(value, AxisType):
+            return value
+        if value not in _AXIS_TYPES:
+            raise ValueError(f"axis type {value!r} is unknown; use one of {sorted(_AXIS_TYPES)}")
+        return _AXIS_TYPES[value]
+
+    if isinstance(given, Mapping):
+        unknown = [n for n in given if n not in names]
+        if unknown:
+            raise ValueError(f"axis_types names {unknown}, but the axes are {names}")
+        return tuple(one(given.get(name, "auto")) for name in names)
+    return (one(given),) * len(names)
+
+
+def sub_mesh(mesh: Mesh, **index: int) -> Mesh:
+    """The devices at fixed positions of some axes, as a mesh over the other axes.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.sub_mesh(sk.make_mesh({"stage": 1, "dp": 1}), stage=0).axis_names
+      ('dp',)
+    """
+    devices, names, types = mesh.devices, list(mesh.axis_names), list(mesh.axis_types)
+    for name, position in index.items():
+        if name not in names:
+            raise ValueError(f"the mesh has no axis {name!r}; it has {tuple(mesh.axis_names)}")
+        axis = names.index(name)
+        if not 0 <= position < devices.shape[axis]:
+            raise ValueError(f"axis {name!r} has size {devices.shape[axis]}, so there's no position {position}")
+        devices = devices.take(position, axis=axis)
+        del names[axis], types[axis]
+    if not names:
+        raise ValueError("a sub-mesh keeps at least one axis")
+    return Mesh(devices, tuple(names), axis_types=tuple(types))
+
+
+def ambient_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh set by ``jax.set_mesh`` (or of the enclosing shard_map), if any."""
+    abstract = jax.sharding.get_abstract_mesh()
+    return None if abstract.empty else abstract
+
+
+def manual_axes() -> frozenset[str]:
+    """Mesh axes that an enclosing shard_map has already made manual here."""
+    abstract = jax.sharding.get_abstract_mesh()
+    return frozenset(() if abstract.empty else abstract.manual_axes)
+
+
+def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
+    """The mesh an array lives on, where it says so."""
+    inner = getattr(x, "array", None)
+    if inner is not None and not isinstance(x, jax.Array):
+        return mesh_of(inner)
+    if isinstance(x, jax.core.Tracer):
+        sharding = jax.typeof(x).sharding
+        mesh = getattr(sharding, "mesh", None)
+        return None if mesh is None or mesh.empty else mesh
+    sharding = getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> Mesh | AbstractMesh:
+    """The mesh a function should use: its argument, else its arrays', else the ambient one.
+
+    Inside a shard_map the ambient (abstract) mesh knows which axes are manual, so it wins over a
+    concrete mesh of the same axes.
+    """
+    ambient = ambient_mesh()
+    if ambient is not None and ambient.manual_axes:
+        if mesh is not None and dict(mesh.shape) != dict(ambient.shape):
+            raise ValueError(
+                f"{what}: mesh={dict(mesh.shape)} was given inside a shard_map over mesh {dict(ambient.shape)}; "
+                "leave mesh out there"
+            )
+        return ambient
+    if mesh is not None:
+        return mesh
+    for value in values:
+        found = mesh_of(value)
+        if found is not None:
+            return found
+    if ambient is not None:
+        return ambient
+    raise ValueError(
+        f"{what} found no mesh: not in mesh=, not on its array arguments (place them with sk.shard_tensor), and "
+        "none is ambient (jax.set_mesh(mesh))"
+    )

@@ -1,0 +1,364 @@
+"""Where an array lives on a mesh: ``Shard``, ``Replicate``, ``Partial``, and ``Layout``.
+
+A placement says what one mesh axis does to an array; a ``Layout`` has one for every axis of a
+mesh. Both translate to JAX's own ``PartitionSpec`` and ``NamedSharding`` and back without loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardkit._compat import spec_entries
+
+REDUCE_KINDS = ("sum", "mean", "max", "min", "prod", "any", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Base of the three placements; not built by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Placement):
+    """The mesh axis cuts array dim ``dim`` into equal consecutive blocks.
+
+    A negative ``dim`` counts from the last one and is resolved where the rank is known.
+
+    >>> Shard(0)
+    Shard(dim=0)
+    """
+
+    dim: int
+
+    def __post_init__(self):
+        if isinstance(self.dim, bool) or not hasattr(self.dim, "__index__"):
+            raise TypeError(f"Shard(dim) takes an integer array dim, got {self.dim!r}")
+        object.__setattr__(self, "dim", self.dim.__index__())
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate(Placement):
+    """Every device along the mesh axis holds the same values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial(Placement):
+    """Devices along the mesh axis hold contributions; the value is their reduction.
+
+    Args:
+      reduce: one of "sum", "mean", "max", "min", "prod", "any", "all".
+    """
+
+    reduce: str = "sum"
+
+    def __post_init__(self):
+        if self.reduce not in REDUCE_KINDS:
+            raise ValueError(f"Partial(reduce={self.reduce!r}): reduce must be one of {REDUCE_KINDS}")
+
+
+Placements = Sequence[Placement] | Mapping[str, Placement] | PartitionSpec | NamedSharding
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parsed:
+    """One placement an axis, plus what placements alone can't say."""
+
+    placements: tuple[Placement, ...]
+    order: tuple[tuple[int, tuple[str, ...]], ...]  # dim -> axes, major first, where not mesh order
+    ndim: int | None
+    reduced: frozenset[str] = frozenset()
+
+
+def _check_axes(names: Sequence[str], mesh: AnyMesh, given: Any) -> None:
+    unknown = [n for n in names if n not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"placements {given!r} name mesh axes {unknown}, but the mesh has {tuple(mesh.axis_names)}; "
+            "use those names"
+        )
+
+
+def _parse(given: Any, mesh: AnyMesh) -> _Parsed:
+    if isinstance(given, Layout):
+        given = given._parsed_for(mesh)
+        return given
+    if isinstance(given, NamedSharding):
+        if given.mesh.axis_names != mesh.axis_names or given.mesh.axis_sizes != mesh.axis_sizes:
+            raise ValueError(
+                f"the sharding lives on mesh {dict(given.mesh.shape)}, not on the given mesh "
+                f"{dict(mesh.shape)}; reshard it there first, or leave mesh out"
+            )
+        given = given.spec
+    if isinstance(given, PartitionSpec):
+        return _parse_spec(given, mesh)
+    if isinstance(given, Mapping):
+        _check_axes(list(given), mesh, given)
+        placements = tuple(given.get(name, Replicate()) for name in mesh.axis_names)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        placements = tuple(given)
+        if len(placements) != len(mesh.axis_names):
+            raise ValueError(
+                f"got {len(placements)} placements {list(placements)} for a mesh with "
+                f"{len(mesh.axis_names)} axes {tuple(mesh.axis_names)}; give one an axis in mesh order, "
+                "or a mapping by axis name (absent axes replicate)"
+            )
+    else:
+        raise TypeError(
+            f"placements must be a sequence in mesh-axis order, a mapping by axis name, a PartitionSpec "
+            f"or a NamedSharding, got {type(given).__name__}: {given!r}"
+        )
+    for placement in placements:
+        if not isinstance(placement, Shard | Replicate | Partial):
+            raise TypeError(f"{placement!r} is no placement; use Shard(dim), Replicate() or Partial(reduce)")
+    return _Parsed(placements, (), None)
+
+
+def _parse_spec(spec: PartitionSpec, mesh: AnyMesh) -> _Parsed:
+    found: dict[str, Placement] = {}
+    order = []
+    for dim, entry in enumerate(spec_entries(spec)):
+        if entry is None:
+            continue
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ValueError(f"{spec} leaves dim {dim} UNCONSTRAINED; a layout must say where it lives")
+        axes = (entry,) if isinstance(entry, str) else tuple(entry)
+        _check_axes(axes, mesh, spec)
+        for axis in axes:
+            if axis in found:
+                raise ValueError(f"{spec} uses mesh axis {axis!r} twice; an axis can cut one dim only")
+            found[axis] = Shard(dim)
+        if list(axes) != sorted(axes, key=mesh.axis_names.index):
+            order.append((dim, axes))
+    unreduced = frozenset(getattr(spec, "unreduced", ()) or ())
+    _check_axes(sorted(unreduced), mesh, spec)
+    for axis in sorted(unreduced):
+        if axis in found:
+            raise ValueError(f"{spec} both cuts a dim over mesh axis {axis!r} and leaves it unreduced")
+        found[axis] = Partial("sum")
+    placements = tuple(found.get(name, Replicate()) for name in mesh.axis_names)
+    reduced = frozenset(getattr(spec, "reduced", ()) or ())
+    return _Parsed(placements, tuple(order), len(spec_entries(spec)), reduced)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Layout:
+    """Placements on every axis of a mesh.
+
+    Args:
+      mesh: a ``Mesh`` or ``AbstractMesh``.
+      placements: any form: a sequence in mesh-axis order, a mapping by axis name (absent axes
+        replicate), a ``PartitionSpec`` or a ``NamedSharding``. Two axes on one dim: the earlier mesh
+        axis is the major one, unless a PartitionSpec says otherwise.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))
+      >>> layout = sk.Layout(mesh, {"dp": sk.Shard(0), "sp": sk.Shard(2)})
+      >>> layout.spec
+      PartitionSpec('dp', None, 'sp')
+      >>> layout.local_shape((8, 3, 16))
+      (4, 3, 4)
+    """
+
+    mesh: AnyMesh
+    placements: tuple[Placement, ...]
+    _parsed: _Parsed = dataclasses.field(repr=False)
+
+    def __init__(self, mesh: AnyMesh, placements: Placements | Layout):
+        parsed = _parse(placements, mesh)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "placements", parsed.placements)
+        object.__setattr__(self, "_parsed", parsed)
+
+    def _parsed_for(self, mesh: AnyMesh) -> _Parsed:
+        if mesh.axis_names != self.mesh.axis_names or mesh.axis_sizes != self.mesh.axis_sizes:
+            raise ValueError(f"layout on mesh {dict(self.mesh.shape)} used on mesh {dict(mesh.shape)}")
+        return self._parsed
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the array is a sum (or other reduction) of contributions."""
+        return tuple(
+            name
+            for name, p in zip(self.mesh.axis_names, self.placements, strict=True)
+            if isinstance(p, Partial)
+        )
+
+    def dim_axes(self, ndim: int | None = None) -> dict[int, tuple[str, ...]]:
+        """Which mesh axes cut which array dim, major axis first."""
+        ndim = self._parsed.ndim if ndim is None else ndim
+        found: dict[int, tuple[str, ...]] = {}
+        for name, placement in zip(self.mesh.axis_names, self.placements, strict=True):
+            if isinstance(placement, Shard):
+                dim = placement.dim
+                if ndim is None and dim < 0:
+                    raise ValueError(f"Shard({dim}) counts from the last dim; say how many there are (ndim=)")
+                if ndim is not None:
+                    if not -ndim <= dim < ndim:
+                        raise ValueError(
+                            f"Shard({dim}) on mesh axis {name!r}: the array has {ndim} dims, so dim must lie "
+                            f"in [{-ndim}, {ndim - 1}]"
+                        )
+                    dim %= max(ndim, 1)
+                found[dim] = (*found.get(dim, ()), name)
+        found.update(dict(self._parsed.order))
+        return found
+
+    def spec_for(self, ndim: int | None = None) -> PartitionSpec:
+        """The PartitionSpec, with ``ndim`` entries if given."""
+        kinds = {p.reduce for p in self.placements if isinstance(p, Partial)}
+        if kinds - {"sum"}:
+            raise ValueError(
+                f"a PartitionSpec can only say Partial('sum') (its `unreduced`), not {sorted(kinds)}; reduce first"
+            )
+        dims = self.dim_axes(ndim)
+        rank = ndim if ndim is not None else self._parsed.ndim
+        if rank is None:
+            rank = max(dims, default=-1) + 1
+        entries: list[Any] = [None] * rank
+        for dim, axes in dims.items():
+            entries[dim] = axes[0] if len(axes) == 1 else axes
+        extra: dict[str, Any] = {}
+        if self.partial_axes:
+            extra["unreduced"] = set(self.partial_axes)
+        if self._parsed.reduced:
+            extra["reduced"] = set(self._parsed.reduced)
+        return PartitionSpec(*entries, **extra)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The PartitionSpec that says the same."""
+        return self.spec_for()
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The NamedSharding that says the same."""
+        return _named_sharding(self.mesh, self.spec)
+
+    def local_shape(self, shape: Sequence[int], *, uneven: str = "error") -> tuple[int, ...]:
+        """The shape one device stores of an array of global ``shape``.
+
+        Args:
+          shape: global sizes in elements.
+          uneven: "error" refuses sizes the mesh does not divide; "pad" gives the padded block,
+            ``ceil(size / n)``.
+
+        Raises:
+          ValueError: a dim out of range, or one that doesn't divide.
+        """
+        shape = tuple(shape)
+        local = list(shape)
+        for dim, axes in self.dim_axes(len(shape)).items():
+            parts = axes_size(self.mesh, axes)
+            if shape[dim] % parts and uneven == "error":
+                raise uneven_error(dim, shape, axes, parts)
+            local[dim] = -(-shape[dim] // parts)
+        return tuple(local)
+
+
+def axes_size(mesh: AnyMesh, axes: Sequence[str]) -> int:
+    """Number of devices along the axes together."""
+    size = 1
+    for axis in axes:
+        size *= mesh.shape[axis]
+    return size
+
+
+def uneven_error(dim: int, shape: Sequence[int], axes: Sequence[str], parts: int) -> ValueError:
+    """The one message about sizes that don't divide."""
+    names = " x ".join(repr(a) for a in axes)
+    return ValueError(
+        f"dim {dim} of shape {tuple(shape)} has {shape[dim]} elements, which mesh axis {names} of size {parts} "
+        f'does not divide; use sk.shard_tensor(x, placements, uneven="pad") (an sk.Padded, which keeps the '
+        "logical size) or another size"
+    )
+
+
+def _named_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    try:
+        return NamedSharding(mesh, spec)  # type: ignore[arg-type]
+    except ValueError as err:
+        if getattr(spec, "unreduced", None):
+            raise ValueError(
+                f"JAX can say unreduced only on Explicit mesh axes; {spec} on mesh {mesh}. Make the mesh with "
+                'sk.make_mesh(..., axis_types="explicit"), or reduce first'
+            ) from err
+        raise
+
+
+def to_partition_spec(placements: Placements | Layout, mesh: AnyMesh, ndim: int | None = None) -> PartitionSpec:
+    """The PartitionSpec of placements in any form.
+
+    Args:
+      placements: any form that ``Layout`` takes.
+      mesh: the mesh whose axes they speak of.
+      ndim: rank of the array; needed for negative dims, and gives the spec that many entries.
+
+    Raises:
+      ValueError: unknown axis, dim out of range, a Partial that is no sum.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))
+      >>> sk.to_partition_spec([sk.Shard(0), sk.Shard(0)], mesh)
+      PartitionSpec(('dp', 'sp'),)
+    """
+    return Layout(mesh, placements).spec_for(ndim)
+
+
+def to_named_sharding(placements: Placements | Layout, mesh: AnyMesh) -> NamedSharding:
+    """The NamedSharding of placements in any form; see ``to_partition_spec``."""
+    return Layout(mesh, placements).sharding
+
+
+def placements(x_or_sharding: Any) -> tuple[Placement, ...]:
+    """Placements of an array (or of its sharding), in mesh-axis order.
+
+    Args:
+      x_or_sharding: a ``jax.Array``, ``Padded``, ``NamedSharding``, ``Layout``, or a tracer whose type
+        carries its sharding (Explicit axes).
+
+    Raises:
+      ValueError: no mesh is known: a single-device array, or a tracer on Auto axes, whose placement
+        only the compiler knows.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((2,), ("dp",))
+      >>> sk.placements(sk.to_named_sharding({"dp": sk.Shard(1)}, mesh))
+      (Shard(dim=1),)
+    """
+    return layout_of(x_or_sharding).placements
+
+
+def layout_of(x: Any) -> Layout:
+    """The ``Layout`` of an array or sharding; see ``placements``."""
+    if isinstance(x, Layout):
+        return x
+    if isinstance(x, NamedSharding):
+        return Layout(x.mesh, x)
+    inner = getattr(x, "array", None)  # Padded
+    if inner is not None and not isinstance(x, jax.Array):
+        return layout_of(inner)
+    if isinstance(x, jax.core.Tracer):
+        sharding = jax.typeof(x).sharding
+        explicit = [t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types]
+        if explicit and all(explicit):
+            return Layout(sharding.mesh, sharding)
+        raise ValueError(
+            "the placement of a value under jit on Auto mesh axes is the compiler's to choose and can't be read; "
+            "ask outside jit, or use Explicit axes"
+        )
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return Layout(sharding.mesh, sharding)
+    raise ValueError(
+        f"{type(x).__name__} carries no NamedSharding, so no mesh axis can be named; place it with "
+        "sk.shard_tensor(x, placements, mesh) first"
+    )

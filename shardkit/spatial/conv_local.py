@@ -1,0 +1,269 @@
+"""The convolution one device runs on its block, its halos, and its derivatives.
+
+Everything here is local code for a manual region: blocks in, blocks out. The convolution is
+bilinear, and ``custom_jvp`` splits its tangent into the two linear maps, so that each can have
+the form whose transpose is the backward pass we want, while ``jvp``, ``vmap`` and higher
+derivatives stay JAX's own:
+
+* the input tangent is written as the transpose of a convolution of output gradients, so its
+  transpose (the input gradient) *gathers*: it fetches halos of the output gradient and convolves
+  once, instead of convolving a wider block and sending partial sums back;
+* the kernel tangent keeps the block and its thin halos, never their concatenation, and needs no
+  communication of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+
+from shardkit.spatial.exchange import AxisName, clear_tail, cut_span, join, per_shard, receive
+from shardkit.spatial.windows import ShardedWindow, shard_window
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConv:
+    """All that is static about one sharded convolution (hashable, so it can key a compilation cache).
+
+    Attributes:
+      lhs_spec, rhs_spec, out_spec: dims as (batch, feature, *spatial), (out, in, *spatial) and
+        (batch, feature, *spatial), as in ``lax.ConvDimensionNumbers``.
+      windows: one a spatial dim.
+      axes: the mesh axis (or axes) of each spatial dim, None where it isn't sharded.
+      modes: padding mode of each spatial dim.
+      feature_groups, batch_groups, precision, preferred_element_type: as in lax.
+      depthwise: one input feature a group.
+      split_groups: run a grouped convolution as one convolution a group. XLA's partitioner gathers
+        the whole activation of a grouped convolution whose batch is sharded over an axis that is left
+        to it (openxla/xla#47945); an ungrouped one it handles.
+      sum_over: mesh axes that cut the input features: contributions are summed over them.
+    """
+
+    lhs_spec: tuple[int, ...]
+    rhs_spec: tuple[int, ...]
+    out_spec: tuple[int, ...]
+    windows: tuple[ShardedWindow, ...]
+    axes: tuple[AxisName, ...]
+    modes: tuple[str, ...]
+    feature_groups: int
+    batch_groups: int
+    precision: Any
+    preferred_element_type: Any
+    depthwise: bool = False
+    split_groups: bool = False
+    sum_over: tuple[str, ...] = ()
+
+    def spatial(self):
+        """(array dim of the input, window, mesh axis) for each spatial dim."""
+        return list(zip(self.lhs_spec[2:], self.windows, self.axes, strict=True))
+
+    @property
+    def received(self) -> int:
+        return sum(w.exchange.received for w in self.windows)
+
+    @property
+    def permutes(self) -> int:
+        return sum(w.exchange.permutes for w in self.windows)
+
+
+def halo_bytes(conv: LocalConv, block_shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes a device receives in one forward pass, by the plan alone.
+
+    Dims are exchanged one after the other, so a later dim's halos carry the corners.
+    """
+    shape, total = list(block_shape), 0
+    for dim, window, _ in conv.spatial():
+        others = math.prod(s for d, s in enumerate(shape) if d != dim)
+        total += window.exchange.received * others * itemsize
+        if window.exchange.table is None and _kept_whole(window):
+            shape[dim] += window.exchange.reach_lo + window.exchange.reach_hi
+        else:
+            shape[dim] = window.exchange.length
+    return total
+
+
+def _kept_whole(window: ShardedWindow) -> bool:
+    """The line needs no slicing: where the window starts can be said by the convolution's padding."""
+    return window.exchange.aligned and window.static_phase
+
+
+def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, axis: AxisName) -> Array:
+    line = join(x, halos, window.exchange, axis, dim)
+    return line if _kept_whole(window) else cut_span(line, window.exchange, axis, dim)
+
+
+def _clear(conv: LocalConv, x: Array) -> Array:
+    for dim, window, axis in conv.spatial():
+        x = clear_tail(x, window.exchange.size, window.exchange.shards, axis, dim)
+    return x
+
+
+def _exchange(conv: LocalConv, x: Array) -> tuple[tuple[Array, ...], ...]:
+    """Halos of every spatial dim; a later dim's carry the corners of the earlier ones."""
+    x = _clear(conv, x)
+    halos = []
+    for dim, window, axis in conv.spatial():
+        halos.append(receive(x, window.exchange, axis, dim))
+        x = _extend(x, halos[-1], dim, window, axis)
+    return tuple(halos)
+
+
+def _assemble(conv: LocalConv, x: Array, halos: tuple[tuple[Array, ...], ...]) -> Array:
+    x = _clear(conv, x)
+    for (dim, window, axis), halo in zip(conv.spatial(), halos, strict=True):
+        x = _extend(x, halo, dim, window, axis)
+    return x
+
+
+def _convolve(conv: LocalConv, line: Array, kernel: Array) -> Array:
+    """The convolution of an assembled block: ``out_block`` outputs in every spatial dim."""
+    padding, dilation, slices = [], [], []
+    for position, (dim, window, axis) in enumerate(conv.spatial()):
+        base = window.window.lhs_dilation
+        length = line.shape[dim]
+        if _kept_whole(window):
+            lo = -(window.exchange.starts[0] * base + window.phases[0])
+        elif window.static_phase:
+            lo = -window.phases[0]
+        elif window.slices_output:
+            lo = 0
+            slices.append((position, window, axis))
+        else:
+            # Every shard's windows begin at another phase of a dilated input: dilate, then slice.
+            config = [(0, 0, 0)] * line.ndim
+            config[dim] = (0, base - 1, base - 1)
+            line = lax.pad(line, jnp.zeros((), line.dtype), config)
+            phase = per_shard(window.phases, axis)
+            line = lax.dynamic_slice_in_dim(line, phase, window.dilated_length, axis=dim)
+            lo, base, length = 0, 1, window.dilated_length
+        padding.append((lo, window.dilated_length - lo - ((length - 1) * base + 1)))
+        dilation.append(base)
+    out = _conv(conv, line, kernel, padding, dilation)
+    for position, window, axis in slices:
+        dim = conv.out_spec[2 + position]
+        out = lax.dynamic_slice_in_dim(out, per_shard(window.phases, axis), window.out_block, axis=dim)
+    return lax.psum(out, conv.sum_over) if conv.sum_over else out
+
+
+def _conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: list) -> Array:
+    numbers = lax.ConvDimensionNumbers(conv.lhs_spec, conv.rhs_spec, conv.out_spec)
+    run = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=[w.window.stride for w in conv.windows],
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=[w.window.rhs_dilation for w in conv.windows],
+        dimension_numbers=numbers,
+        batch_group_count=conv.batch_groups,
+        precision=conv.precision,
+        preferred_element_type=conv.preferred_element_type,
+    )
+    groups = conv.feature_groups
+    if not (conv.split_groups and groups > 1):
+        return run(lhs, rhs, feature_group_count=groups)
+    parts_in = jnp.split(lhs, groups, axis=conv.lhs_spec[1])
+    parts_out = jnp.split(rhs, groups, axis=conv.rhs_spec[0])
+    return lax.concatenate([run(a, b) for a, b in zip(parts_in, parts_out, strict=True)], conv.out_spec[1])
+
+
+def _plain(conv: LocalConv, x: Array, kernel: Array) -> Array:
+    return _convolve(conv, _assemble(conv, x, _exchange(conv, x)), kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def input_gradient_conv(conv: LocalConv) -> LocalConv | None:
+    """The convolution that gathers output gradients into the input gradient; None to scatter instead.
+
+    Edges that repeat elements fold gradients back and batch groups mix dims: there, and where
+    gathering would move more, the transpose of the forward pass (scatter and add) is used.
+    """
+    if conv.batch_groups > 1 or any(m != "zeros" for m in conv.modes) or conv.sum_over:
+        return None
+    if conv.preferred_element_type is not None:
+        return None
+    windows = tuple(shard_window(w.window.input_gradient(), w.exchange.shards) for w in conv.windows)
+    swapped = dataclasses.replace(
+        conv,
+        lhs_spec=conv.out_spec,
+        out_spec=conv.lhs_spec,
+        windows=windows,
+        rhs_spec=(conv.rhs_spec[1], conv.rhs_spec[0], *conv.rhs_spec[2:]),
+    )
+    cheaper = swapped.received <= conv.received and swapped.permutes <= conv.permutes
+    return swapped if cheaper else None
+
+
+def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
+    """Kernel flipped in space, its in and out features swapped within each group.
+
+    Same dims order as before: dim ``rhs_spec[0]`` now holds what the gradient convolution takes in.
+    """
+    out_dim, in_dim, *spatial = conv.rhs_spec
+    kernel = lax.rev(kernel, tuple(spatial))
+    groups = conv.feature_groups
+    if groups == 1:
+        return kernel
+    # The out dim holds the groups one after the other; they move in front of the in dim.
+    split = kernel.reshape(*kernel.shape[:out_dim], groups, -1, *kernel.shape[out_dim + 1 :])
+    shape = list(kernel.shape)
+    shape[out_dim] //= groups
+    shape[in_dim] *= groups
+    return jnp.moveaxis(split, out_dim, in_dim).reshape(shape)
+
+
+def _input_tangent(conv: LocalConv, dx: Array, kernel: Array, out: Array) -> Array:
+    gather = input_gradient_conv(conv)
+    if gather is None:
+        return _plain(conv, dx, kernel)
+    flipped = _transposed_kernel(conv, kernel)
+    (tangent,) = jax.linear_transpose(lambda dy: _plain(gather, dy, flipped), out)(_clear(conv, dx))
+    return tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _local_conv(conv: LocalConv, x: Array, kernel: Array) -> Array:
+    return _plain(conv, x, kernel)
+
+
+def _local_conv_jvp(conv: LocalConv, primals, tangents):
+    (x, kernel), (dx, dkernel) = primals, tangents
+    halos = _exchange(conv, x)
+    out = _convolve(conv, _assemble(conv, x, halos), kernel)
+    parts = []
+    if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
+        parts.append(_input_tangent(conv, dx, kernel, out))
+    if not isinstance(dkernel, jax.custom_derivatives.SymbolicZero):
+
+        def along_kernel(x, halos, dkernel):
+            return _convolve(conv, _assemble(conv, x, halos), dkernel)
+
+        # checkpoint: the concatenation is made again in the backward pass, the halos are kept.
+        parts.append(jax.checkpoint(along_kernel)(x, halos, dkernel))
+    if not parts:
+        return out, jnp.zeros_like(out)
+    return out, functools.reduce(jnp.add, parts)
+
+
+_local_conv.defjvp(_local_conv_jvp, symbolic_zeros=True)
+
+
+def local_conv(conv: LocalConv, x: Array, kernel: Array) -> Array:
+    """The block of outputs that belongs to this device.
+
+    Args:
+      conv: the static description.
+      x: this device's block of the input.
+      kernel: the whole kernel.
+
+    Returns:
+      ``out_block`` outputs in each spatial dim; those beyond the logical size mean nothing.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or not jnp.issubdtype(kernel.dtype, jnp.inexact):
+        return _plain(conv, x, kernel)
+    return _local_conv(conv, x, kernel)
