@@ -2,6 +2,7 @@
 
 from shardkit.arrays import Padded, to_local
 from shardkit.meshes import make_mesh, sub_mesh
+from shardkit.parallel import ConvParallel, parallelize
 from shardkit.placements import (
     Layout,
     Partial,
@@ -13,6 +14,6 @@ from shardkit.placements import (
     to_partition_spec,
 )
 from shardkit.reshard import shard_tensor, unshard
-from shardkit.spatial import halo_exchange, ring_conv
+from shardkit.spatial import halo_exchange, moments, ring_conv, ring_conv_transpose
 
 __version__ = "0.1.0"

@@ -75,7 +75,9 @@ def assert_collectives(
         "ragged_all_to_all": ragged_all_to_all,
         "in_loop": in_loop,
     }
-    checks = [check for name, count in counts.items() if count is not None for check in _checks(name, count, axis)]
+    checks = [
+        check for name, count in counts.items() if count is not None for check in _checks(name, count, axis)
+    ]
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise TypeError(f"max_bytes must be an int (bytes on one device) or None; got {max_bytes!r}.")
     if max_bytes is not None and max_bytes < 0:
@@ -90,7 +92,9 @@ def assert_collectives(
     if max_bytes is not None:
         failures += _too_large(report, max_bytes, axis)
     if failures:
-        raise AssertionError("\n".join(["the program's collectives are not as expected:", *failures, str(report)]))
+        raise AssertionError(
+            "\n".join(["the program's collectives are not as expected:", *failures, str(report)])
+        )
     return report
 
 
@@ -126,11 +130,13 @@ def _bounds(name: str, count: Any) -> Bounds:
             if end is not None:
                 _check_not_negative(name, end)
         if low is not None and high is not None and low > high:
-            raise ValueError(f"{name}={count!r}: no number is at least {low} and at most {high}; swap the two.")
+            raise ValueError(
+                f"{name}={count!r}: no number is at least {low} and at most {high}; swap the two."
+            )
         return (low or 0, high)
     raise TypeError(
-        f"{name} must be None (not checked), an int (exactly so many), a pair (low, high) with None for an open "
-        f"end, or a mapping from mesh axes to these; got {count!r}."
+        f"{name} must be None (not checked), an int (exactly so many), a pair (low, high) with None for an "
+        f"open end, or a mapping from mesh axes to these; got {count!r}."
     )
 
 
@@ -154,15 +160,17 @@ def _failures(report: CollectiveReport, name: str, axis: Any, bounds: Bounds) ->
         failures.append(f"  {what}{over}: expected {_bounds_text(bounds)}, found {found}")
     if axis is not None:
         # A collective of which it is not known where it runs could run over the axis as well.
-        unmapped = [e for e in report if e.axes is None and kind in (None, e.kind) and in_loop in (None, e.in_loop)]
+        unmapped = [
+            e for e in report if e.axes is None and kind in (None, e.kind) and in_loop in (None, e.in_loop)
+        ]
         failures += [f"  {what}{over}: cannot tell the axes of {entry}" for entry in unmapped]
     return failures
 
 
 def _too_large(report: CollectiveReport, max_bytes: int, axis: Any) -> list[str]:
     return [
-        f"  max_bytes: expected results of at most {max_bytes} bytes ({format_bytes(max_bytes)}) on one device, "
-        f"found {entry.result_bytes} bytes: {entry}"
+        f"  max_bytes: expected results of at most {max_bytes} bytes ({format_bytes(max_bytes)}) on one "
+        f"device, found {entry.result_bytes} bytes: {entry}"
         for entry in report.select(axis=axis)
         if entry.result_bytes > max_bytes
     ]

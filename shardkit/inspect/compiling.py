@@ -44,8 +44,8 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if isinstance(fun, stages.Traced | stages.Lowered | stages.Compiled):
         if args or kwargs:
             raise TypeError(
-                f"arguments were given together with a jax.stages.{type(fun).__name__}, which was made for its "
-                "own already; pass it alone, or pass the function and the arguments."
+                f"arguments were given together with a jax.stages.{type(fun).__name__}, which was made for "
+                "its own already; pass it alone, or pass the function and the arguments."
             )
         if isinstance(fun, stages.Compiled):
             return Program(fun, None, ((), {}))

@@ -232,9 +232,9 @@ def _result_shape(instruction: hlo.Instruction, kind: str) -> tuple[shapes.Array
     combined, and counters after them; but that of an all-reduce-start is the result itself.
     """
     shape = shapes.parse_shape(instruction.shape)
-    if instruction.opcode.endswith("-start") and not shapes.is_array(shape) and len(shape) > 1:
-        if kind != "all_reduce" or not shapes.is_array(shape[0]):
-            shape = shape[1]
+    starts_tuple = instruction.opcode.endswith("-start") and not shapes.is_array(shape) and len(shape) > 1
+    if starts_tuple and (kind != "all_reduce" or not shapes.is_array(shape[0])):
+        shape = shape[1]
     return shapes.arrays(shape)
 
 

@@ -158,7 +158,9 @@ def coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def groups_over_axes(axes: Sequence[Hashable], axis_names: Sequence[Hashable], axis_sizes: Sequence[int]) -> Groups:
+def groups_over_axes(
+    axes: Sequence[Hashable], axis_names: Sequence[Hashable], axis_sizes: Sequence[int]
+) -> Groups:
     """The groups of a collective over some axes: devices that differ on these axes only.
 
     Example:

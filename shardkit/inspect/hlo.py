@@ -339,6 +339,9 @@ def _stacks(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Frame, i
     shift = 1 if any(row.get("parent_frame_id", 0) >= key for key, row in rows.items()) else 0
     nowhere = Frame("", 0)
     return {
-        key: (places.get(row.get("file_location_id", 0), nowhere), max(row.get("parent_frame_id", 0) - shift, 0))
+        key: (
+            places.get(row.get("file_location_id", 0), nowhere),
+            max(row.get("parent_frame_id", 0) - shift, 0),
+        )
         for key, row in rows.items()
     }

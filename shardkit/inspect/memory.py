@@ -34,7 +34,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """arguments + outputs + temporaries + generated_code - aliased: what must fit, in bytes."""
+        """What must fit, in bytes: arguments + outputs + temporaries + generated_code - aliased."""
         return self.arguments + self.outputs + self.temporaries + self.generated_code - self.aliased
 
     def to_dict(self) -> dict[str, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from typing import Any
 
 Array = tuple[str, tuple[int, ...]]
 """Element type as HLO names it ("f32", "bf16", "s64", "pred", ...) and the dimensions."""
@@ -15,7 +16,7 @@ _WIDTH = re.compile(r"[a-z]+?(\d+)")
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_shape(text: str) -> tuple:
+def parse_shape(text: str) -> Any:
     """Reads a shape: an `Array`, or for a tuple a tuple of what its elements are.
 
     Layouts, tilings and memory spaces are dropped; a dynamic dimension `<=n` counts as its bound `n`.
@@ -42,15 +43,15 @@ def _dimensions(text: str) -> tuple[int, ...]:
     return tuple(int(size.strip().removeprefix("<=")) for size in text.split(",") if size.strip())
 
 
-def is_array(shape: tuple) -> bool:
+def is_array(shape: Any) -> bool:
     """Whether a parsed shape is one array, not a tuple of shapes."""
     return bool(shape) and isinstance(shape[0], str)
 
 
-def arrays(shape: tuple) -> tuple[Array, ...]:
+def arrays(shape: Any) -> tuple[Array, ...]:
     """All arrays of a parsed shape, however deep, in order."""
     if is_array(shape):
-        return (shape,)  # pyright: ignore[reportReturnType]
+        return (shape,)
     return tuple(array for element in shape for array in arrays(element))
 
 

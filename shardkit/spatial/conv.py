@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._compat import spec_entries
 from shardkit.arrays import Padded, pad_to
 from shardkit.meshes import resolve_mesh
 from shardkit.placements import axes_size
@@ -22,7 +21,9 @@ from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
     Cut,
     as_array,
+    axis_entries,
     cut_dims,
+    entry_names,
     explicit_axes,
     free_axes,
     in_manual_region,
@@ -260,26 +261,26 @@ def _place_explicit(
     typed: tuple[str, ...],
 ) -> LocalConv:
     """On Explicit axes the operands' types say what else is sharded: batch and features stay as they are."""
-    lhs_has, rhs_has = _typed_entries(array), _typed_entries(rhs)
+    lhs_has, rhs_has = axis_entries(array), axis_entries(rhs)
     batch, feature = conv.lhs_spec[:2]
     for dim in conv.lhs_spec[2:]:
-        extra = set(_names(lhs_has[dim])) - set(_names(lhs_entries[dim]))
+        extra = set(entry_names(lhs_has[dim])) - set(entry_names(lhs_entries[dim]))
         if extra:
             raise ValueError(
                 f"ring_conv: dim {dim} of lhs is sharded over Explicit mesh axes {sorted(extra)} that spatial_axes "
                 "doesn't name; add them to spatial_axes, or reshard lhs first"
             )
-    used = {n for e in lhs_entries for n in _names(e)}
+    used = {n for e in lhs_entries for n in entry_names(e)}
     if lhs_entries[batch] is None and lhs_has[batch] is not None:
         if conv.batch_groups > 1:
             raise ValueError(
                 "ring_conv: batch_group_count > 1 mixes the batch, which is sharded over Explicit mesh axes "
-                f"{_names(lhs_has[batch])}; reshard lhs to replicate the batch first"
+                f"{entry_names(lhs_has[batch])}; reshard lhs to replicate the batch first"
             )
         lhs_entries[batch] = lhs_has[batch]
         out_entries[conv.out_spec[0]] = lhs_has[batch]
-        used |= set(_names(lhs_has[batch]))
-    contracted = tuple(n for n in _names(lhs_has[feature]) if n not in used)
+        used |= set(entry_names(lhs_has[batch]))
+    contracted = tuple(n for n in entry_names(lhs_has[feature]) if n not in used)
     mesh = jax.typeof(array).sharding.mesh
     if contracted:
         parts = axes_size(mesh, contracted)
@@ -297,21 +298,11 @@ def _place_explicit(
                 f"not divide feature_group_count={conv.feature_groups}; reshard lhs to replicate its features first"
             )
         used |= set(contracted)
-    columns = tuple(n for n in _names(rhs_has[conv.rhs_spec[0]]) if n not in used)
+    columns = tuple(n for n in entry_names(rhs_has[conv.rhs_spec[0]]) if n not in used)
     if columns and conv.feature_groups == 1 and conv.batch_groups == 1 and rhs_entries[conv.rhs_spec[0]] is None:
         rhs_entries[conv.rhs_spec[0]] = columns
         out_entries[conv.out_spec[1]] = columns
     return conv
-
-
-def _typed_entries(x: Any) -> list[Any]:
-    sharding = jax.typeof(x).sharding
-    entries = list(spec_entries(sharding.spec))
-    return entries + [None] * (x.ndim - len(entries))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from shardkit._compat import spec_entries
 from shardkit.arrays import Padded
 from shardkit.meshes import manual_axes
 from shardkit.placements import axes_size
@@ -156,3 +157,14 @@ def in_manual_region() -> bool:
 def as_array(x: Any) -> Any:
     """Lists and NumPy arrays as JAX arrays; Padded and tracers as they are."""
     return x if isinstance(x, Padded | jax.Array) else jax.numpy.asarray(x)
+
+
+def axis_entries(x: Any) -> list[Any]:
+    """The PartitionSpec entries that the type of ``x`` carries (Explicit axes), one a dim."""
+    entries = list(spec_entries(jax.typeof(x).sharding.spec))
+    return entries + [None] * (x.ndim - len(entries))
+
+
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one PartitionSpec entry."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

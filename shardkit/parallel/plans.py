@@ -1,0 +1,78 @@
+"""Plan objects: what a user says should happen to a layer. Static, hashable, without JAX arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class ConvParallel:
+    """Run convolutions and their norms with the input sharded in space.
+
+    Args:
+      axis: mesh axis, e.g. "sp"; or a mapping of mesh axis to dim for several,
+        ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out).
+      dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
+
+    Applies to nnx ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm`` and ``InstanceNorm``.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.ConvParallel({"sh": "H", "sw": "W"}).dims
+      (('sh', 'H'), ('sw', 'W'))
+    """
+
+    dims: tuple[tuple[Any, Any], ...]
+
+    def __init__(self, axis: Any = "sp", dim: Any = None):
+        if isinstance(axis, Mapping):
+            if dim is not None:
+                raise ValueError(f"ConvParallel: axis={dict(axis)!r} already names the dims; leave dim={dim!r} out")
+            pairs = tuple(axis.items())
+        elif isinstance(dim, Mapping):
+            raise ValueError(
+                f'ConvParallel: give the mapping as axis, mesh axis to dim: ConvParallel({{"sp": "W"}}); got dim={dim!r}'
+            )
+        else:
+            pairs = ((axis, "W" if dim is None else dim),)
+        if not pairs:
+            raise ValueError("ConvParallel needs at least one mesh axis")
+        for name, where in pairs:
+            if not isinstance(name, str) and not (isinstance(name, tuple) and all(isinstance(n, str) for n in name)):
+                raise TypeError(f"ConvParallel: a mesh axis is a name or a tuple of names, got {name!r}")
+            if where not in ("D", "H", "W") and (isinstance(where, bool) or not isinstance(where, int)):
+                raise ValueError(f'ConvParallel: dim={where!r} is unknown; use "D", "H", "W" or a number')
+        object.__setattr__(self, "dims", pairs)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis the plan uses."""
+        return tuple(n for axis, _ in self.dims for n in ((axis,) if isinstance(axis, str) else axis))
+
+    def spatial_axes(self, ndim: int) -> dict[Any, int]:
+        """``{mesh axis: array dim}`` for a channels-last array with ``ndim`` dims."""
+        found = {}
+        for axis, where in self.dims:
+            dim = ndim - 2 - "WHD".index(where) if isinstance(where, str) else where
+            found[axis] = dim % ndim if -ndim <= dim < ndim else dim
+        return found
+
+    def missing_dim(self, spatial: int) -> str | None:
+        """The first named dim that a layer with ``spatial`` spatial dims doesn't have."""
+        for _, where in self.dims:
+            if isinstance(where, str) and "WHD".index(where) >= spatial:
+                return where
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A plan bound to one layer: kept on the layer as a static attribute."""
+
+    plan: ConvParallel
+    mesh: Mesh | AbstractMesh
+    path: str
