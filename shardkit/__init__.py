@@ -1,6 +1,14 @@
 """Arrays that live on many devices: placements, sharded convolutions, and what they cost."""
 
 from shardkit.arrays import Padded, to_local
+from shardkit.inspect import (
+    Collective,
+    CollectiveReport,
+    MemoryReport,
+    assert_collectives,
+    collectives,
+    memory,
+)
 from shardkit.meshes import make_mesh, sub_mesh
 from shardkit.parallel import ConvParallel, parallelize
 from shardkit.placements import (

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
+
+try:
+    from jax.sharding import UnreducedKind  # type: ignore[attr-defined]
+except ImportError:  # jax 0.10: unreduced can only mean a sum
+    UnreducedKind = None
 
 
 def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     """One entry a dim. Iterating a spec that carries ``unreduced`` axes is refused by newer versions."""
     partitions = getattr(spec, "partitions", None)
     return tuple(spec) if partitions is None else tuple(partitions)
+
+
+def unreduced_kind(spec: PartitionSpec) -> str:
+    """Which reduction the ``unreduced`` axes of a spec wait for."""
+    kind = getattr(spec, "unreduced_kind", None)
+    return "sum" if kind is None else kind.name
+
+
+def unreduced_kinds() -> tuple[str, ...]:
+    """The reductions that this JAX can name in a spec."""
+    return ("sum",) if UnreducedKind is None else tuple(kind.name for kind in UnreducedKind)
+
+
+def partition_spec(entries: Sequence[Any], unreduced: Collection[str], kind: str, reduced: Collection[str]):
+    """A spec with ``unreduced`` axes waiting for reduction ``kind``, one of ``unreduced_kinds()``."""
+    extra: dict[str, Any] = {}
+    if unreduced:
+        extra["unreduced"] = set(unreduced)
+        if UnreducedKind is not None:
+            extra["unreduced_kind"] = UnreducedKind[kind]
+    if reduced:
+        extra["reduced"] = set(reduced)
+    return PartitionSpec(*entries, **extra)

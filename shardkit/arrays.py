@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["logical_shape"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Padded:
     """An array padded up to what the mesh divides, and the shape it stands for.
 
@@ -84,17 +85,26 @@ class Padded:
         array = _release_uneven_explicit(self.array, self.logical_shape)
         return jax.lax.slice(array, (0,) * self.ndim, self.logical_shape)
 
+    __hash__ = None  # type: ignore[assignment]  # like an array: == is elementwise
+    __array_priority__ = 100  # NumPy leaves `ndarray + padded` to us
+
     def __jax_array__(self) -> jax.Array:
         return self.value
 
     def __array__(self, dtype=None, copy=None):
-        return np.asarray(np.asarray(self.array)[tuple(slice(0, s) for s in self.logical_shape)], dtype=dtype)
+        return np.array(np.asarray(self.array)[tuple(slice(0, s) for s in self.logical_shape)], dtype=dtype, copy=copy)
 
     def __getitem__(self, index):
         return self.value[index]
 
     def __len__(self) -> int:
-        return self.logical_shape[0]
+        return len(self.value)
+
+    def __iter__(self):
+        return iter(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
     def __getattr__(self, name: str):
         # Array methods (sum, astype, reshape, ...) act on the logical value.
@@ -104,7 +114,7 @@ class Padded:
 
 
 _ARRAY_METHODS = frozenset(
-    n for n in dir(jax.core.ShapedArray((), np.dtype("float32"))) + dir(np.ndarray) if not n.startswith("_")
+    n for n in dir(ShapedArray((), np.dtype("float32"))) + dir(np.ndarray) if not n.startswith("_")
 ) - {"array", "data"}
 
 
@@ -116,13 +126,14 @@ def _operator(fun, swap: bool):
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(Padded, f"__{_name}__", _operator(getattr(operator, _name), False))
-    setattr(Padded, f"__r{_name}__", _operator(getattr(operator, _name), True))
-for _name in ("lt", "le", "gt", "ge"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(Padded, f"__{_name}__", _operator(getattr(operator, f"__{_name}__"), False))
+    setattr(Padded, f"__r{_name}__", _operator(getattr(operator, f"__{_name}__"), True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Padded, f"__{_name}__", _operator(getattr(operator, _name), False))
 Padded.__neg__ = lambda self: -self.value  # type: ignore[attr-defined]
 Padded.__abs__ = lambda self: abs(self.value)  # type: ignore[attr-defined]
+Padded.__invert__ = lambda self: ~self.value  # type: ignore[attr-defined]
 
 
 def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -141,8 +152,8 @@ def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Ar
             entries[dim] = None
     if entries == list(spec_entries(sharding.spec)):
         return array
-    if not isinstance(array, jax.core.Tracer):
-        mesh = array.sharding.mesh  # a concrete mesh for a concrete array
+    if not isinstance(array, Tracer):
+        mesh = array.sharding.mesh  # type: ignore[attr-defined]  # a concrete mesh for a concrete array
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -162,13 +173,14 @@ def to_local(x: Any) -> list[jax.Array]:
       [(4,)]
     """
     array = x.array if isinstance(x, Padded) else x
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         raise ValueError("to_local needs a concrete array; inside jit use jax.shard_map to see blocks")
     if not isinstance(array, jax.Array):
         raise TypeError(f"to_local takes a jax.Array or sk.Padded, got {type(x).__name__}")
     blocks = {shard.device: shard.data for shard in array.addressable_shards}
     if isinstance(array.sharding, NamedSharding):
-        return [blocks[d] for d in array.sharding.mesh.devices.flat if d in blocks]
+        devices: Any = array.sharding.mesh.devices
+        return [blocks[d] for d in devices.flat if d in blocks]
     return list(blocks.values())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
@@ -32,19 +34,19 @@ def make_mesh(
 
     Example:
       >>> import shardkit as sk
-      >>> sk.make_mesh({"dp": 1, "sp": 1}).shape
-      OrderedDict({'dp': 1, 'sp': 1})
+      >>> dict(sk.make_mesh({"dp": 1, "sp": 1}).shape)
+      {'dp': 1, 'sp': 1}
     """
     if not axes:
         raise ValueError('make_mesh needs at least one axis, e.g. make_mesh({"dp": -1})')
     if not isinstance(axes, Mapping):
         raise TypeError(f'make_mesh takes a mapping of axis name to size, e.g. {{"dp": 2}}, got {axes!r}')
     available = len(devices) if devices is not None else jax.device_count()
-    sizes = dict(axes)
-    free = [name for name, size in sizes.items() if size == -1]
-    bad = {name: size for name, size in sizes.items() if size != -1 and (not isinstance(size, int) or size < 1)}
+    bad = {name: size for name, size in axes.items() if not _is_size(size)}
     if bad:
         raise ValueError(f"mesh axis sizes must be positive integers, or -1 for the rest; got {bad}")
+    sizes = {name: operator.index(size) for name, size in axes.items()}
+    free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ValueError(f"only one mesh axis can be -1, got {free}")
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -64,6 +66,10 @@ def make_mesh(
         raise ValueError(f"mesh {dict(axes)} needs {fixed} devices, but {available} were given in devices=")
     types = _axis_types(axis_types, tuple(sizes))
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def _is_size(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__") and (value == -1 or value >= 1)
 
 
 def _axis_types(given: Any, names: tuple[str, ...]) -> tuple[AxisType, ...]:
@@ -121,7 +127,7 @@ def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
     inner = getattr(x, "array", None)
     if inner is not None and not isinstance(x, jax.Array):
         return mesh_of(inner)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         mesh = getattr(sharding, "mesh", None)
         return None if mesh is None or mesh.empty else mesh

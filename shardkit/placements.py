@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._compat import spec_entries
+from shardkit._compat import partition_spec, spec_entries, unreduced_kind, unreduced_kinds
 
 REDUCE_KINDS = ("sum", "mean", "max", "min", "prod", "any", "all")
 
@@ -79,8 +80,7 @@ def _check_axes(names: Sequence[str], mesh: AnyMesh, given: Any) -> None:
     unknown = [n for n in names if n not in mesh.axis_names]
     if unknown:
         raise ValueError(
-            f"placements {given!r} name mesh axes {unknown}, but the mesh has {tuple(mesh.axis_names)}; "
-            "use those names"
+            f"placements {given!r} name mesh axes {unknown}, but the mesh has {tuple(mesh.axis_names)}; use those names"
         )
 
 
@@ -140,7 +140,7 @@ def _parse_spec(spec: PartitionSpec, mesh: AnyMesh) -> _Parsed:
     for axis in sorted(unreduced):
         if axis in found:
             raise ValueError(f"{spec} both cuts a dim over mesh axis {axis!r} and leaves it unreduced")
-        found[axis] = Partial("sum")
+        found[axis] = Partial(unreduced_kind(spec))
     placements = tuple(found.get(name, Replicate()) for name in mesh.axis_names)
     reduced = frozenset(getattr(spec, "reduced", ()) or ())
     return _Parsed(placements, tuple(order), len(spec_entries(spec)), reduced)
@@ -161,7 +161,7 @@ class Layout:
       >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))
       >>> layout = sk.Layout(mesh, {"dp": sk.Shard(0), "sp": sk.Shard(2)})
       >>> layout.spec
-      PartitionSpec('dp', None, 'sp')
+      P('dp', None, 'sp')
       >>> layout.local_shape((8, 3, 16))
       (4, 3, 4)
     """
@@ -185,14 +185,15 @@ class Layout:
     def partial_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the array is a sum (or other reduction) of contributions."""
         return tuple(
-            name
-            for name, p in zip(self.mesh.axis_names, self.placements, strict=True)
-            if isinstance(p, Partial)
+            name for name, p in zip(self.mesh.axis_names, self.placements, strict=True) if isinstance(p, Partial)
         )
 
     def dim_axes(self, ndim: int | None = None) -> dict[int, tuple[str, ...]]:
         """Which mesh axes cut which array dim, major axis first."""
-        ndim = self._parsed.ndim if ndim is None else ndim
+        named = self._parsed.ndim
+        if ndim is not None and named is not None and named > ndim:
+            raise ValueError(f"{self.spec} speaks of {named} dims, but the array has {ndim}; leave the last ones out")
+        ndim = named if ndim is None else ndim
         found: dict[int, tuple[str, ...]] = {}
         for name, placement in zip(self.mesh.axis_names, self.placements, strict=True):
             if isinstance(placement, Shard):
@@ -202,10 +203,10 @@ class Layout:
                 if ndim is not None:
                     if not -ndim <= dim < ndim:
                         raise ValueError(
-                            f"Shard({dim}) on mesh axis {name!r}: the array has {ndim} dims, so dim must lie "
-                            f"in [{-ndim}, {ndim - 1}]"
+                            f"Shard({dim}) on mesh axis {name!r}: the array has {ndim} dims, "
+                            + (f"so dim must lie in [{-ndim}, {ndim - 1}]" if ndim else "so it can only be replicated")
                         )
-                    dim %= max(ndim, 1)
+                    dim %= ndim
                 found[dim] = (*found.get(dim, ()), name)
         found.update(dict(self._parsed.order))
         return found
@@ -213,9 +214,10 @@ class Layout:
     def spec_for(self, ndim: int | None = None) -> PartitionSpec:
         """The PartitionSpec, with ``ndim`` entries if given."""
         kinds = {p.reduce for p in self.placements if isinstance(p, Partial)}
-        if kinds - {"sum"}:
+        if len(kinds) > 1 or kinds - set(unreduced_kinds()):
             raise ValueError(
-                f"a PartitionSpec can only say Partial('sum') (its `unreduced`), not {sorted(kinds)}; reduce first"
+                f"a PartitionSpec can only say one Partial of {unreduced_kinds()} (its `unreduced`) in this JAX, "
+                f"not {sorted(kinds)}; reduce first"
             )
         dims = self.dim_axes(ndim)
         rank = ndim if ndim is not None else self._parsed.ndim
@@ -224,12 +226,7 @@ class Layout:
         entries: list[Any] = [None] * rank
         for dim, axes in dims.items():
             entries[dim] = axes[0] if len(axes) == 1 else axes
-        extra: dict[str, Any] = {}
-        if self.partial_axes:
-            extra["unreduced"] = set(self.partial_axes)
-        if self._parsed.reduced:
-            extra["reduced"] = set(self._parsed.reduced)
-        return PartitionSpec(*entries, **extra)
+        return partition_spec(entries, self.partial_axes, "".join(kinds), self._parsed.reduced)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -250,8 +247,10 @@ class Layout:
             ``ceil(size / n)``.
 
         Raises:
-          ValueError: a dim out of range, or one that doesn't divide.
+          ValueError: a dim out of range, or one that doesn't divide, an unknown value of ``uneven``.
         """
+        if uneven not in ("error", "pad"):
+            raise ValueError(f'uneven={uneven!r} is unknown; use "error" or "pad"')
         shape = tuple(shape)
         local = list(shape)
         for dim, axes in self.dim_axes(len(shape)).items():
@@ -301,13 +300,14 @@ def to_partition_spec(placements: Placements | Layout, mesh: AnyMesh, ndim: int 
       ndim: rank of the array; needed for negative dims, and gives the spec that many entries.
 
     Raises:
-      ValueError: unknown axis, dim out of range, a Partial that is no sum.
+      ValueError: unknown axis, dim out of range, a spec for more than ``ndim`` dims, a Partial that JAX can't say
+        (jax 0.10: only sums).
 
     Example:
       >>> import jax, shardkit as sk
       >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))
       >>> sk.to_partition_spec([sk.Shard(0), sk.Shard(0)], mesh)
-      PartitionSpec(('dp', 'sp'),)
+      P(('dp', 'sp'),)
     """
     return Layout(mesh, placements).spec_for(ndim)
 
@@ -346,7 +346,7 @@ def layout_of(x: Any) -> Layout:
     inner = getattr(x, "array", None)  # Padded
     if inner is not None and not isinstance(x, jax.Array):
         return layout_of(inner)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         explicit = [t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types]
         if explicit and all(explicit):

@@ -75,9 +75,7 @@ def assert_collectives(
         "ragged_all_to_all": ragged_all_to_all,
         "in_loop": in_loop,
     }
-    checks = [
-        check for name, count in counts.items() if count is not None for check in _checks(name, count, axis)
-    ]
+    checks = [check for name, count in counts.items() if count is not None for check in _checks(name, count, axis)]
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise TypeError(f"max_bytes must be an int (bytes on one device) or None; got {max_bytes!r}.")
     if max_bytes is not None and max_bytes < 0:
@@ -92,9 +90,7 @@ def assert_collectives(
     if max_bytes is not None:
         failures += _too_large(report, max_bytes, axis)
     if failures:
-        raise AssertionError(
-            "\n".join(["the program's collectives are not as expected:", *failures, str(report)])
-        )
+        raise AssertionError("\n".join(["the program's collectives are not as expected:", *failures, str(report)]))
     return report
 
 
@@ -130,9 +126,7 @@ def _bounds(name: str, count: Any) -> Bounds:
             if end is not None:
                 _check_not_negative(name, end)
         if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"{name}={count!r}: no number is at least {low} and at most {high}; swap the two."
-            )
+            raise ValueError(f"{name}={count!r}: no number is at least {low} and at most {high}; swap the two.")
         return (low or 0, high)
     raise TypeError(
         f"{name} must be None (not checked), an int (exactly so many), a pair (low, high) with None for an "
@@ -160,9 +154,7 @@ def _failures(report: CollectiveReport, name: str, axis: Any, bounds: Bounds) ->
         failures.append(f"  {what}{over}: expected {_bounds_text(bounds)}, found {found}")
     if axis is not None:
         # A collective of which it is not known where it runs could run over the axis as well.
-        unmapped = [
-            e for e in report if e.axes is None and kind in (None, e.kind) and in_loop in (None, e.in_loop)
-        ]
+        unmapped = [e for e in report if e.axes is None and kind in (None, e.kind) and in_loop in (None, e.in_loop)]
         failures += [f"  {what}{over}: cannot tell the axes of {entry}" for entry in unmapped]
     return failures
 

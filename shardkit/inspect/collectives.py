@@ -9,9 +9,7 @@ from shardkit.inspect.extract import extract
 from shardkit.inspect.report import CollectiveReport
 
 
-def collectives(
-    fun: Any, *args: Any, mesh: compiling.AnyMesh | None = None, **kwargs: Any
-) -> CollectiveReport:
+def collectives(fun: Any, *args: Any, mesh: compiling.AnyMesh | None = None, **kwargs: Any) -> CollectiveReport:
     """Lists the collectives of `fun`, compiled for these arguments. Nothing is run.
 
     What counts is the program after XLA's optimizations, on whatever hardware the arguments' devices
@@ -59,7 +57,5 @@ def read_collectives(text: str, mesh: compiling.AnyMesh | None = None) -> Collec
 def _text(compiled: Any) -> str:
     text = compiled.as_text()
     if not text:
-        raise RuntimeError(
-            "the backend that compiled this program gives no text of it, so it cannot be read."
-        )
+        raise RuntimeError("the backend that compiled this program gives no text of it, so it cannot be read.")
     return text

@@ -40,16 +40,16 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     Raises:
       TypeError: `fun` is nothing of that kind, or arguments were given for a program that has them.
     """
-    stages = jax.stages
-    if isinstance(fun, stages.Traced | stages.Lowered | stages.Compiled):
+    stage = _stage(fun)
+    if stage is not None:
         if args or kwargs:
             raise TypeError(
-                f"arguments were given together with a jax.stages.{type(fun).__name__}, which was made for "
-                "its own already; pass it alone, or pass the function and the arguments."
+                f"arguments were given together with a {stage} program, which was made for its own already; pass "
+                "it alone, or pass the function and the arguments."
             )
-        if isinstance(fun, stages.Compiled):
+        if stage == "compiled":
             return Program(fun, None, ((), {}))
-        if isinstance(fun, stages.Lowered):
+        if stage == "lowered":
             return Program(fun.compile(), None, ((), {}))
         return Program(fun.lower().compile(), fun.jaxpr, ((), {}))
     if not callable(fun):
@@ -64,9 +64,20 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return Program(staged.lower(*args, **kwargs).compile(), None, (tuple(args), kwargs))
 
 
+def _stage(fun: Any) -> str | None:
+    """ "traced", "lowered" or "compiled" for a program at that stage, JAX's own or Flax's wrapper of it."""
+    if isinstance(fun, jax.stages.Traced):
+        return "traced"
+    if hasattr(fun, "as_text") and hasattr(fun, "memory_analysis"):
+        return "compiled"
+    if hasattr(fun, "as_text") and hasattr(fun, "compile"):
+        return "lowered"
+    return None
+
+
 def mesh_axes(mesh: AnyMesh) -> MeshAxes:
     """(name, size) of each axis of a mesh."""
-    return tuple(zip(mesh.axis_names, mesh.axis_sizes))
+    return tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def find_mesh(program: Program, num_devices: int, mesh: AnyMesh | None = None) -> MeshAxes | None:

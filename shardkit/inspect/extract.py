@@ -41,9 +41,7 @@ class _Place:
         return _Place(in_loop=True, trip_count=known)
 
 
-def extract(
-    module: hlo.Module, mesh_axes: tuple[tuple[Hashable, int], ...] | None = None
-) -> tuple[Collective, ...]:
+def extract(module: hlo.Module, mesh_axes: tuple[tuple[Hashable, int], ...] | None = None) -> tuple[Collective, ...]:
     """The collectives of a module, each place from which one is run counted once.
 
     Args:
@@ -215,9 +213,7 @@ def _groups(instruction: hlo.Instruction, kind: str, module: hlo.Module) -> Grou
     )
 
 
-def _axes(
-    groups: Groups, kind: str, mesh_axes: tuple[tuple[Hashable, int], ...] | None
-) -> tuple[Hashable, ...] | None:
+def _axes(groups: Groups, kind: str, mesh_axes: tuple[tuple[Hashable, int], ...] | None) -> tuple[Hashable, ...] | None:
     if mesh_axes is None:
         return None
     names, sizes = tuple(name for name, _ in mesh_axes), tuple(size for _, size in mesh_axes)

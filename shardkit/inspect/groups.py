@@ -7,6 +7,7 @@ programs is the order of `mesh.devices.flat`; a mesh is given by its axis names 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Hashable, Sequence
@@ -84,7 +85,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
             if other == name:
                 cuts |= {before, before * part}
         ordered = sorted(cuts)
-        for low, high in zip(ordered, ordered[1:]):
+        for low, high in itertools.pairwise(ordered):
             part_at[name, low] = len(dims)
             dims.append(high // low)
     # A reference of size 1 has no part of its own, and adds nothing to a group.
@@ -158,9 +159,7 @@ def coordinates(device: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def groups_over_axes(
-    axes: Sequence[Hashable], axis_names: Sequence[Hashable], axis_sizes: Sequence[int]
-) -> Groups:
+def groups_over_axes(axes: Sequence[Hashable], axis_names: Sequence[Hashable], axis_sizes: Sequence[int]) -> Groups:
     """The groups of a collective over some axes: devices that differ on these axes only.
 
     Example:
@@ -218,9 +217,9 @@ def axes_of_pairs(
     differs = [False] * len(axis_sizes)
     for source, target in pairs:
         if source != target:
-            ends = zip(coordinates(source, axis_sizes), coordinates(target, axis_sizes))
-            differs = [known or a != b for known, (a, b) in zip(differs, ends)]
-    return tuple(name for name, yes in zip(axis_names, differs) if yes)
+            ends = zip(coordinates(source, axis_sizes), coordinates(target, axis_sizes), strict=True)
+            differs = [known or a != b for known, (a, b) in zip(differs, ends, strict=True)]
+    return tuple(name for name, yes in zip(axis_names, differs, strict=True) if yes)
 
 
 def largest_chain(pairs: Groups) -> int:

@@ -193,9 +193,7 @@ class CollectiveReport:
         names = [name for name, _ in self.mesh_axes]
         unknown = [name for name in (axis if isinstance(axis, tuple) else (axis,)) if name not in names]
         if unknown:
-            raise ValueError(
-                f"axis {unknown[0]!r} is not in the mesh; its axes are {_mesh_text(self.mesh_axes)}"
-            )
+            raise ValueError(f"axis {unknown[0]!r} is not in the mesh; its axes are {_mesh_text(self.mesh_axes)}")
 
     def _table(self) -> Table:
         mesh = "" if self.mesh_axes is None else f" on mesh ({_mesh_text(self.mesh_axes)})"
@@ -221,9 +219,7 @@ class CollectiveReport:
             'those in a loop ("yes x8": its body runs 8 times) are counted once.',
         ]
         if any(entry.axes is None for entry in self.entries):
-            why = (
-                "no mesh is known; pass mesh=" if self.mesh_axes is None else "the groups fit no set of axes"
-            )
+            why = "no mesh is known; pass mesh=" if self.mesh_axes is None else "the groups fit no set of axes"
             notes.append(f"axes ?: {why}.")
         plural = "" if len(self) == 1 else "s"
         return Table(

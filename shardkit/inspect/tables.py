@@ -29,7 +29,7 @@ class Table:
         """Aligned columns, two spaces apart, no trailing spaces and no final newline."""
         lines = [self.title]
         if self.rows:
-            widths = [max(map(len, column)) for column in zip(self.headers, *self.rows)]
+            widths = [max(map(len, column)) for column in zip(self.headers, *self.rows, strict=True)]
             for row in (self.headers, *self.rows):
                 lines.append("  " + "  ".join(map(self._pad, row, widths, self.headers)).rstrip())
         return "\n".join([*lines, *self.notes])
@@ -39,15 +39,15 @@ class Table:
 
     def to_html(self) -> str:
         """A `<table>` with the title as its caption and the notes below."""
-        body = "".join(
-            f"<tr>{''.join(self._cell('td', cell, header) for cell, header in zip(row, self.headers))}</tr>"
-            for row in self.rows
-        )
+        body = "".join(f"<tr>{self._cells(row)}</tr>" for row in self.rows)
         head = "".join(self._cell("th", header, header) for header in self.headers)
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
         head = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>" if self.rows else ""
         return f"<div><table>{caption}{head}</table>{notes}</div>"
+
+    def _cells(self, row: Sequence[str]) -> str:
+        return "".join(self._cell("td", cell, header) for cell, header in zip(row, self.headers, strict=True))
 
     def _cell(self, tag: str, cell: str, header: str) -> str:
         side = "right" if header in self.right else "left"

@@ -209,39 +209,43 @@ def circular_transpose_padding(size: int, kernel: int, stride: int, transpose_ke
     return low, period - ((size - 1) * stride + 1) + kernel - 1 - low
 
 
-class _SpatialNorm:
-    """Mean and variance by ``sk.moments``, the rest as Flax does it."""
+def _moments(layer: Any, x: Any, dims: tuple[int, ...], spatial: dict[Any, int]):
+    """Mean and variance of a norm layer's input, over the whole sharded image."""
+    return moments(
+        x,
+        dims,
+        spatial_axes=spatial,
+        keepdims=True,
+        dtype=layer.dtype,
+        fast_variance=layer.use_fast_variance,
+        mesh=layer.shardkit_plan.mesh,
+    )
 
-    shardkit_plan: Applied
 
-    def _moments(self: Any, x: Any, dims: tuple[int, ...], spatial: dict[Any, int]):
-        return moments(
-            x,
-            dims,
-            spatial_axes=spatial,
-            keepdims=True,
-            dtype=self.dtype,
-            fast_variance=self.use_fast_variance,
-            mesh=self.shardkit_plan.mesh,
-        )
+def _operands(layer: Any, x: Any):
+    """Input, scale and bias of a norm layer in its computation dtype."""
+    scale = layer.scale[...] if layer.scale is not None else None
+    bias = layer.bias[...] if layer.bias is not None else None
+    array, scale, bias = layer.promote_dtype((_array(x), scale, bias), dtype=layer.dtype)
+    return _like(x, array), scale, bias
 
-    def _normalize(self: Any, x: Any, mean: Any, var: Any, scale: Any, bias: Any) -> Any:
-        array = _array(x)
-        y = array - mean
-        multiplier = lax.rsqrt(var + self.epsilon)
-        if scale is not None:
-            multiplier = multiplier * scale
-        y = y * multiplier
-        if bias is not None:
-            y = y + bias
-        dtype = self.dtype or jnp.result_type(array, *(a for a in (scale, bias) if a is not None))
-        return _like(x, y.astype(dtype))
 
-    def _operands(self: Any, x: Any):
-        scale = self.scale[...] if self.scale is not None else None
-        bias = self.bias[...] if self.bias is not None else None
-        array, scale, bias = self.promote_dtype((_array(x), scale, bias), dtype=self.dtype)
-        return _like(x, array), scale, bias
+def _normalize(layer: Any, x: Any, mean: Any, var: Any, scale: Any, bias: Any) -> Any:
+    """``(x - mean) / sqrt(var + epsilon) * scale + bias``, in the order Flax computes it."""
+    array = _array(x)
+    y = array - mean
+    multiplier = lax.rsqrt(var + layer.epsilon)
+    if scale is not None:
+        multiplier = multiplier * scale
+    y = y * multiplier
+    if bias is not None:
+        y = y + bias
+    dtype = layer.dtype or jnp.result_type(array, *(a for a in (scale, bias) if a is not None))
+    return _like(x, y.astype(dtype))
+
+
+def _running(old: Any, new: Any, momentum: float) -> Any:
+    return lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype)
 
 
 def _why_not_norm(layer: Any, mask: Any) -> str | None:
@@ -252,8 +256,10 @@ def _why_not_norm(layer: Any, mask: Any) -> str | None:
     return None
 
 
-class SpatialBatchNorm(_SpatialNorm, nnx.BatchNorm):
+class SpatialBatchNorm(nnx.BatchNorm):
     """``nnx.BatchNorm`` whose statistics are those of the whole, sharded batch."""
+
+    shardkit_plan: Applied
 
     def __call__(self, x, use_running_average=None, *, mask=None):
         frozen = use_running_average if use_running_average is not None else self.use_running_average
@@ -265,21 +271,22 @@ class SpatialBatchNorm(_SpatialNorm, nnx.BatchNorm):
             if reason is not None:
                 _say_once(self, reason)
             return nnx.BatchNorm.__call__(self, x, use_running_average, mask=mask)
-        x, scale, bias = self._operands(x)
+        x, scale, bias = _operands(self, x)
         if frozen:
             mean, var = self.mean[...], self.var[...]
         else:
             spatial = self.shardkit_plan.plan.spatial_axes(x.ndim)
-            mean, var = self._moments(x, tuple(range(x.ndim - 1)), spatial)
+            mean, var = _moments(self, x, tuple(range(x.ndim - 1)), spatial)
             mean, var = mean.reshape(-1), var.reshape(-1)
-            keep = self.momentum
-            self.mean[...] = lax.stop_gradient(keep * self.mean[...] + (1 - keep) * mean)
-            self.var[...] = lax.stop_gradient(keep * self.var[...] + (1 - keep) * var)
-        return self._normalize(x, mean, var, scale, bias)
+            self.mean[...] = _running(self.mean[...], mean, self.momentum)
+            self.var[...] = _running(self.var[...], var, self.momentum)
+        return _normalize(self, x, mean, var, scale, bias)
 
 
-class SpatialGroupNorm(_SpatialNorm, nnx.GroupNorm):
+class SpatialGroupNorm(nnx.GroupNorm):
     """``nnx.GroupNorm`` whose statistics are those of the whole, sharded image."""
+
+    shardkit_plan: Applied
 
     def __call__(self, x, *, mask=None):
         reason = _why_not_norm(self, mask)
@@ -288,21 +295,23 @@ class SpatialGroupNorm(_SpatialNorm, nnx.GroupNorm):
         if reason is not None:
             _say_once(self, reason)
             return nnx.GroupNorm.__call__(self, x, mask=mask)
-        x, scale, bias = self._operands(x)
+        x, scale, bias = _operands(self, x)
         groups = (self.num_groups, self.group_size)
         array = _array(x)
         grouped = _like(x, array.reshape(*array.shape[:-1], *groups), (*x.shape[:-1], *groups))
         dims = (*range(1, x.ndim - 1), x.ndim)
-        mean, var = self._moments(grouped, dims, self.shardkit_plan.plan.spatial_axes(x.ndim))
+        mean, var = _moments(self, grouped, dims, self.shardkit_plan.plan.spatial_axes(x.ndim))
 
         def widen(stat):  # [N, 1.., groups, 1] -> [N, 1.., features]
             return jnp.repeat(stat.reshape(*stat.shape[:-1]), self.group_size, axis=-1)
 
-        return self._normalize(x, widen(mean), widen(var), scale, bias)
+        return _normalize(self, x, widen(mean), widen(var), scale, bias)
 
 
-class SpatialInstanceNorm(_SpatialNorm, nnx.InstanceNorm):
+class SpatialInstanceNorm(nnx.InstanceNorm):
     """``nnx.InstanceNorm`` whose statistics are those of the whole, sharded image."""
+
+    shardkit_plan: Applied
 
     def __call__(self, x, *, mask=None):
         reason = _why_not_norm(self, mask)
@@ -311,10 +320,10 @@ class SpatialInstanceNorm(_SpatialNorm, nnx.InstanceNorm):
         if reason is not None:
             _say_once(self, reason)
             return nnx.InstanceNorm.__call__(self, x, mask=mask)
-        x, scale, bias = self._operands(x)
+        x, scale, bias = _operands(self, x)
         dims = tuple(range(1, x.ndim - 1))
-        mean, var = self._moments(x, dims, self.shardkit_plan.plan.spatial_axes(x.ndim))
-        return self._normalize(x, mean, var, scale, bias)
+        mean, var = _moments(self, x, dims, self.shardkit_plan.plan.spatial_axes(x.ndim))
+        return _normalize(self, x, mean, var, scale, bias)
 
 
 # Flax layer -> its spatially sharded twin.

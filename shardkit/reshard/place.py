@@ -6,10 +6,12 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, pad_shape, pad_to
-from shardkit.meshes import mesh_of, resolve_mesh
+from shardkit.meshes import ambient_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import Layout, Placements, axes_size, uneven_error
 
 
@@ -34,24 +36,31 @@ def shard_tensor(
 
     Raises:
       ValueError: sizes that don't divide (names the dim, the sizes and ``uneven="pad"``), dim out of
-        range, unknown axis, a Partial placement (a whole value holds no contributions).
+        range, unknown axis, a Partial placement (a whole value holds no contributions), an axis that is
+        manual here.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> mesh = sk.make_mesh({"sp": 1})
       >>> sk.shard_tensor(jnp.ones((2, 6)), {"sp": sk.Shard(1)}, mesh).sharding.spec
-      PartitionSpec(None, 'sp')
+      P(None, 'sp')
     """
     if uneven not in ("error", "pad"):
         raise ValueError(f'uneven={uneven!r} is unknown; use "error" or "pad"')
     if isinstance(placements, Layout | NamedSharding) and mesh is None:
         mesh = placements.mesh  # type: ignore[assignment]
-    mesh = resolve_mesh(mesh, x, what="shard_tensor")  # type: ignore[assignment]
-    layout = Layout(mesh, placements)
+    where = resolve_mesh(mesh, x, what="shard_tensor")
+    layout = Layout(where, placements)
     if layout.partial_axes:
         raise ValueError(
             f"shard_tensor places whole values, but the placements are Partial over {layout.partial_axes}; "
             "use Shard or Replicate there"
+        )
+    taken = [a for axes in layout.dim_axes(np.ndim(x)).values() for a in axes if a in manual_axes()]
+    if taken:
+        raise ValueError(
+            f"shard_tensor places whole arrays, but mesh axes {taken} are manual here (inside jax.shard_map), where a "
+            "value is one device's block; call it outside, and let in_specs cut"
         )
     if isinstance(x, Padded):
         x = x.value
@@ -60,17 +69,19 @@ def shard_tensor(
     shape = tuple(x.shape)
     parts = {}
     for dim, axes in layout.dim_axes(len(shape)).items():
-        parts[dim] = axes_size(mesh, axes)
+        parts[dim] = axes_size(where, axes)
         if shape[dim] % parts[dim] and uneven == "error":
             raise uneven_error(dim, shape, axes, parts[dim])
     spec = layout.spec_for(len(shape))
     padded = pad_shape(shape, parts)
-    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
-        sharding = NamedSharding(mesh, spec)
-        # Under jit the whole padded array never exists on one device; device_put needs even shapes.
-        array = jax.device_put(x, sharding) if padded == shape else _pad_and_place(x, padded, sharding)
+    if isinstance(where, Mesh) and not isinstance(x, Tracer):
+        sharding = NamedSharding(where, spec)
+        if isinstance(x, np.ndarray):
+            # From the host each device is sent its own block only.
+            x = np.pad(x, [(0, new - old) for new, old in zip(padded, shape, strict=True)])
+        array = jax.device_put(x, sharding) if x.shape == padded else _pad_and_place(x, padded, sharding)
     else:
-        array = place_traced(pad_to(x, padded), mesh, spec)
+        array = place_traced(pad_to(x, padded), where, spec)
     return Padded(array, shape) if uneven == "pad" else array
 
 
@@ -81,7 +92,7 @@ def _padder(shape: tuple[int, ...], sharding: NamedSharding):
 
 def _pad_and_place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     source = mesh_of(x)
-    if source is not None and source != sharding.mesh or source is None and isinstance(x, jax.Array):
+    if isinstance(x, jax.Array) and source != sharding.mesh:
         # jit refuses arguments committed to other devices; the host or one device is a fine source.
         x = jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
     return _padder(shape, sharding)(x)
@@ -104,6 +115,9 @@ def unshard(x: Any) -> jax.Array:
     Returns:
       An array of the logical shape, replicated.
 
+    Raises:
+      ValueError: inside a manual region.
+
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> x = sk.shard_tensor(jnp.arange(5), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}), uneven="pad")
@@ -112,8 +126,15 @@ def unshard(x: Any) -> jax.Array:
     """
     array = x.array if isinstance(x, Padded) else x
     mesh = mesh_of(array)
+    if isinstance(array, Tracer):
+        if manual_axes():
+            raise ValueError(
+                "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
+                "outside, or use lax.all_gather"
+            )
+        mesh = ambient_mesh() if mesh is None else mesh
     if mesh is not None:
-        if isinstance(array, jax.core.Tracer):
+        if isinstance(array, Tracer):
             array = place_traced(array, mesh, PartitionSpec(*[None] * array.ndim))
         else:
             array = jax.device_put(array, NamedSharding(mesh, PartitionSpec(*[None] * array.ndim)))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit.arrays import Padded, pad_to
 from shardkit.meshes import resolve_mesh
 from shardkit.placements import axes_size
-from shardkit.spatial.conv_local import LocalConv, local_conv
+from shardkit.spatial.conv_local import Indices, LocalConv, local_conv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
     Cut,
@@ -27,8 +27,10 @@ from shardkit.spatial.operands import (
     explicit_axes,
     free_axes,
     in_manual_region,
+    index_operands,
     padded_shape,
     parse_spatial_axes,
+    read_indices,
 )
 from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
 
@@ -170,6 +172,7 @@ class _Region:
     shape: tuple[int, ...]  # of lhs as the region takes it
     in_specs: tuple[PartitionSpec, PartitionSpec]
     out_specs: PartitionSpec
+    cuts: tuple[tuple[int, Cut], ...]
     reshard: bool  # Explicit axes: operands must be placed by us, in_specs only assert
     clear: bool  # zeros in the tails of the result
     nested: bool
@@ -199,7 +202,7 @@ def _run(
     if not outer:
         free = free_axes(mesh, set())
         local = dataclasses.replace(conv, split_groups=_must_split(conv, free))
-        out = _local(local, bool(uneven), array, rhs)
+        out = _local(local, bool(uneven), read_indices(cuts, conv.lhs_spec[2:], ()), array, rhs)
     else:
         region = _region(conv, array, rhs, outer, cuts, mesh, wants_padded and bool(uneven))
         out = _run_region(region, array, rhs)
@@ -212,11 +215,11 @@ def _must_split(conv: LocalConv, free: list[str]) -> bool:
     return bool(free) and conv.feature_groups > 1 and not conv.depthwise
 
 
-def _local(conv: LocalConv, clear: bool, x: Array, kernel: Array) -> Array:
-    out = local_conv(conv, x, kernel)
+def _local(conv: LocalConv, clear: bool, at: Indices, x: Array, kernel: Array) -> Array:
+    out = local_conv(conv, at, x, kernel)
     if clear:
-        for dim, window, axis in zip(conv.out_spec[2:], conv.windows, conv.axes, strict=True):
-            out = clear_tail(out, window.window.output_size, window.exchange.shards, axis, dim)
+        for dim, window, index in zip(conv.out_spec[2:], conv.windows, at, strict=True):
+            out = clear_tail(out, window.window.output_size, window.exchange.shards, index, dim)
     return out
 
 
@@ -245,6 +248,7 @@ def _region(
         shape=padded_shape(array.shape, cuts),
         in_specs=(PartitionSpec(*lhs_entries), PartitionSpec(*rhs_entries)),
         out_specs=PartitionSpec(*out_entries),
+        cuts=tuple(cuts.items()),
         reshard=bool(typed),
         clear=clear,
         nested=in_manual_region(),
@@ -311,19 +315,24 @@ def _run_region(region: _Region, lhs: Array, rhs: Array) -> Array:
     if region.reshard:
         lhs = jax.sharding.reshard(lhs, NamedSharding(region.mesh, region.in_specs[0]))
         rhs = jax.sharding.reshard(rhs, NamedSharding(region.mesh, region.in_specs[1]))
-    body = functools.partial(_local, region.conv, region.clear)
+    cuts, dims = dict(region.cuts), region.conv.lhs_spec[2:]
+
+    def body(x, kernel, *where):
+        return _local(region.conv, region.clear, read_indices(cuts, dims, where), x, kernel)
+
     if region.nested:
         # Reverse-mode AD may not carry values computed inside a shard_map out of one that is nested in
         # another (their shardings name axes the outer one has bound): keep the operands only.
         body = jax.checkpoint(body)
+    where, where_specs = index_operands(cuts, dims, region.mesh)
     mapped = jax.shard_map(
         body,
         mesh=region.mesh,
-        in_specs=region.in_specs,
+        in_specs=(*region.in_specs, *where_specs),
         out_specs=region.out_specs,
         axis_names=set(region.axis_names),
     )
-    return mapped(lhs, rhs)
+    return mapped(lhs, rhs, *where)
 
 
 # --- reading the arguments ------------------------------------------------------------------------

@@ -23,8 +23,11 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.exchange import AxisName, clear_tail, cut_span, join, per_shard, receive
+from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow, shard_window
+
+
+Indices = tuple[Index, ...]  # this device's position along the mesh axis of each spatial dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,38 +96,38 @@ def _kept_whole(window: ShardedWindow) -> bool:
     return window.exchange.aligned and window.static_phase
 
 
-def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, axis: AxisName) -> Array:
-    line = join(x, halos, window.exchange, axis, dim)
-    return line if _kept_whole(window) else cut_span(line, window.exchange, axis, dim)
+def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, index: Index) -> Array:
+    line = join(x, halos, window.exchange, index, dim)
+    return line if _kept_whole(window) else cut_span(line, window.exchange, index, dim)
 
 
-def _clear(conv: LocalConv, x: Array) -> Array:
-    for dim, window, axis in conv.spatial():
-        x = clear_tail(x, window.exchange.size, window.exchange.shards, axis, dim)
+def _clear(conv: LocalConv, at: Indices, x: Array) -> Array:
+    for (dim, window, _), index in zip(conv.spatial(), at, strict=True):
+        x = clear_tail(x, window.exchange.size, window.exchange.shards, index, dim)
     return x
 
 
-def _exchange(conv: LocalConv, x: Array) -> tuple[tuple[Array, ...], ...]:
+def _exchange(conv: LocalConv, at: Indices, x: Array) -> tuple[tuple[Array, ...], ...]:
     """Halos of every spatial dim; a later dim's carry the corners of the earlier ones."""
-    x = _clear(conv, x)
+    x = _clear(conv, at, x)
     halos = []
-    for dim, window, axis in conv.spatial():
-        halos.append(receive(x, window.exchange, axis, dim))
-        x = _extend(x, halos[-1], dim, window, axis)
+    for (dim, window, axis), index in zip(conv.spatial(), at, strict=True):
+        halos.append(receive(x, window.exchange, axis, index, dim))
+        x = _extend(x, halos[-1], dim, window, index)
     return tuple(halos)
 
 
-def _assemble(conv: LocalConv, x: Array, halos: tuple[tuple[Array, ...], ...]) -> Array:
-    x = _clear(conv, x)
-    for (dim, window, axis), halo in zip(conv.spatial(), halos, strict=True):
-        x = _extend(x, halo, dim, window, axis)
+def _assemble(conv: LocalConv, at: Indices, x: Array, halos: tuple[tuple[Array, ...], ...]) -> Array:
+    x = _clear(conv, at, x)
+    for (dim, window, _), halo, index in zip(conv.spatial(), halos, at, strict=True):
+        x = _extend(x, halo, dim, window, index)
     return x
 
 
-def _convolve(conv: LocalConv, line: Array, kernel: Array) -> Array:
+def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array:
     """The convolution of an assembled block: ``out_block`` outputs in every spatial dim."""
     padding, dilation, slices = [], [], []
-    for position, (dim, window, axis) in enumerate(conv.spatial()):
+    for position, (dim, window, _) in enumerate(conv.spatial()):
         base = window.window.lhs_dilation
         length = line.shape[dim]
         if _kept_whole(window):
@@ -133,21 +136,22 @@ def _convolve(conv: LocalConv, line: Array, kernel: Array) -> Array:
             lo = -window.phases[0]
         elif window.slices_output:
             lo = 0
-            slices.append((position, window, axis))
+            slices.append((position, window))
         else:
             # Every shard's windows begin at another phase of a dilated input: dilate, then slice.
             config = [(0, 0, 0)] * line.ndim
             config[dim] = (0, base - 1, base - 1)
             line = lax.pad(line, jnp.zeros((), line.dtype), config)
-            phase = per_shard(window.phases, axis)
+            phase = per_shard(window.phases, at[position])
             line = lax.dynamic_slice_in_dim(line, phase, window.dilated_length, axis=dim)
             lo, base, length = 0, 1, window.dilated_length
         padding.append((lo, window.dilated_length - lo - ((length - 1) * base + 1)))
         dilation.append(base)
     out = _conv(conv, line, kernel, padding, dilation)
-    for position, window, axis in slices:
+    for position, window in slices:
         dim = conv.out_spec[2 + position]
-        out = lax.dynamic_slice_in_dim(out, per_shard(window.phases, axis), window.out_block, axis=dim)
+        phase = per_shard(window.phases, at[position])
+        out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
     return lax.psum(out, conv.sum_over) if conv.sum_over else out
 
 
@@ -172,8 +176,8 @@ def _conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: 
     return lax.concatenate([run(a, b) for a, b in zip(parts_in, parts_out, strict=True)], conv.out_spec[1])
 
 
-def _plain(conv: LocalConv, x: Array, kernel: Array) -> Array:
-    return _convolve(conv, _assemble(conv, x, _exchange(conv, x)), kernel)
+def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
+    return _convolve(conv, at, _assemble(conv, at, x, _exchange(conv, at, x)), kernel)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,34 +221,35 @@ def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
     return jnp.moveaxis(split, out_dim, in_dim).reshape(shape)
 
 
-def _input_tangent(conv: LocalConv, dx: Array, kernel: Array, out: Array) -> Array:
+def _input_tangent(conv: LocalConv, at: Indices, dx: Array, kernel: Array, out: Array) -> Array:
     gather = input_gradient_conv(conv)
     if gather is None:
-        return _plain(conv, dx, kernel)
+        return _plain(conv, at, dx, kernel)
     flipped = _transposed_kernel(conv, kernel)
-    (tangent,) = jax.linear_transpose(lambda dy: _plain(gather, dy, flipped), out)(_clear(conv, dx))
+    backward = functools.partial(_plain, gather, at)
+    (tangent,) = jax.linear_transpose(lambda dy: backward(dy, flipped), out)(_clear(conv, at, dx))
     return tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _local_conv(conv: LocalConv, x: Array, kernel: Array) -> Array:
-    return _plain(conv, x, kernel)
+def _local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
+    return _plain(conv, at, x, kernel)
 
 
 def _local_conv_jvp(conv: LocalConv, primals, tangents):
-    (x, kernel), (dx, dkernel) = primals, tangents
-    halos = _exchange(conv, x)
-    out = _convolve(conv, _assemble(conv, x, halos), kernel)
+    (at, x, kernel), (_, dx, dkernel) = primals, tangents
+    halos = _exchange(conv, at, x)
+    out = _convolve(conv, at, _assemble(conv, at, x, halos), kernel)
     parts = []
     if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
-        parts.append(_input_tangent(conv, dx, kernel, out))
+        parts.append(_input_tangent(conv, at, dx, kernel, out))
     if not isinstance(dkernel, jax.custom_derivatives.SymbolicZero):
 
-        def along_kernel(x, halos, dkernel):
-            return _convolve(conv, _assemble(conv, x, halos), dkernel)
+        def along_kernel(at, x, halos, dkernel):
+            return _convolve(conv, at, _assemble(conv, at, x, halos), dkernel)
 
         # checkpoint: the concatenation is made again in the backward pass, the halos are kept.
-        parts.append(jax.checkpoint(along_kernel)(x, halos, dkernel))
+        parts.append(jax.checkpoint(along_kernel)(at, x, halos, dkernel))
     if not parts:
         return out, jnp.zeros_like(out)
     return out, functools.reduce(jnp.add, parts)
@@ -253,11 +258,12 @@ def _local_conv_jvp(conv: LocalConv, primals, tangents):
 _local_conv.defjvp(_local_conv_jvp, symbolic_zeros=True)
 
 
-def local_conv(conv: LocalConv, x: Array, kernel: Array) -> Array:
+def local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
     """The block of outputs that belongs to this device.
 
     Args:
       conv: the static description.
+      at: this device's position along the mesh axis of each spatial dim (0 where it isn't sharded).
       x: this device's block of the input.
       kernel: the whole kernel.
 
@@ -265,5 +271,5 @@ def local_conv(conv: LocalConv, x: Array, kernel: Array) -> Array:
       ``out_block`` outputs in each spatial dim; those beyond the logical size mean nothing.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not jnp.issubdtype(kernel.dtype, jnp.inexact):
-        return _plain(conv, x, kernel)
-    return _local_conv(conv, x, kernel)
+        return _plain(conv, at, x, kernel)
+    return _local_conv(conv, at, x, kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
@@ -10,53 +11,71 @@ from shardkit.spatial.windows import Exchange, Message
 
 AxisName = str | tuple[str, ...] | None
 
+# This device's position along the mesh axis; 0 for a dim that isn't sharded. It is handed in, since
+# lax.axis_index can't always be compiled in a region that leaves other mesh axes to the compiler.
+Index = Array | int
 
-def shard_index(axis_name: AxisName) -> Array | int:
-    """This device's position along the mesh axis; 0 for a dim that isn't sharded."""
-    return 0 if axis_name is None else lax.axis_index(axis_name)
 
-
-def per_shard(values: tuple, axis_name: AxisName):
+def per_shard(values: tuple, index: Index):
     """The entry of a static table that belongs to this shard; a plain int where all are equal."""
     if len(set(values)) == 1:
         return values[0]
-    return jnp.asarray(np.asarray(values, np.int32))[shard_index(axis_name)]
+    return jnp.asarray(np.asarray(values, np.int32))[index]
 
 
-def _send(x: Array, message: Message, axis_name: AxisName, dim: int) -> Array:
-    offset = per_shard(message.offsets, axis_name)
+def _permute(x: Array, axis_name: AxisName, pairs: tuple[tuple[int, int], ...]) -> Array:
+    """``lax.ppermute`` with positions counted along ``axis_name``, its first axis major.
+
+    JAX counts them in the mesh's order of the axes, whatever order they're named in (jax 0.10 in
+    silence; 0.12 refuses another order).
+    """
+    if isinstance(axis_name, tuple):
+        sizes = jax.sharding.get_abstract_mesh().shape
+        given, in_mesh = axis_name, tuple(n for n in sizes if n in axis_name)
+        if given != in_mesh:
+
+            def translate(position: int) -> int:
+                place = dict(zip(given, np.unravel_index(position, [sizes[n] for n in given]), strict=True))
+                return int(np.ravel_multi_index([place[n] for n in in_mesh], [sizes[n] for n in in_mesh]))
+
+            axis_name, pairs = in_mesh, tuple((translate(a), translate(b)) for a, b in pairs)
+    return lax.ppermute(x, axis_name, list(pairs))
+
+
+def _send(x: Array, message: Message, axis_name: AxisName, index: Index, dim: int) -> Array:
+    offset = per_shard(message.offsets, index)
     if isinstance(offset, int):
         piece = lax.slice_in_dim(x, offset, offset + message.length, axis=dim)
     else:
         piece = lax.dynamic_slice_in_dim(x, offset, message.length, axis=dim)
     if message.travels:
-        return lax.ppermute(piece, axis_name, list(message.pairs))  # zeros where nobody sends
+        return _permute(piece, axis_name, message.pairs)  # zeros where nobody sends
     return piece if message.pairs else jnp.zeros_like(piece)
 
 
-def receive(x: Array, exchange: Exchange, axis_name: AxisName, dim: int) -> tuple[Array, ...]:
+def receive(x: Array, exchange: Exchange, axis_name: AxisName, index: Index, dim: int) -> tuple[Array, ...]:
     """The halos of a block: one array a message, thin along ``dim``."""
-    return tuple(_send(x, message, axis_name, dim) for message in exchange.messages)
+    return tuple(_send(x, message, axis_name, index, dim) for message in exchange.messages)
 
 
-def clear_tail(x: Array, size: int, shards: int, axis_name: AxisName, dim: int) -> Array:
+def clear_tail(x: Array, size: int, shards: int, index: Index, dim: int) -> Array:
     """Zeros in place of the elements of padded tail blocks (at or beyond ``size``), which mean nothing."""
     block = x.shape[dim]
     if size == block * shards:
         return x
-    kept = size - shard_index(axis_name) * block
+    kept = size - index * block
     position = lax.broadcasted_iota(jnp.int32, x.shape, dim)
     return jnp.where(position < kept, x, jnp.zeros((), x.dtype))
 
 
-def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, axis_name: AxisName, dim: int) -> Array:
+def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, index: Index, dim: int) -> Array:
     """Block and halos side by side: the line of the plan, or the span its table describes."""
     if exchange.table is None:
         pieces = [*halos[: len(exchange.before)], x, *halos[len(exchange.before) :]]
         return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
     held = lax.concatenate([x, *halos], dim) if halos else x
     rows = np.asarray(exchange.table, np.int32)
-    row = jnp.asarray(rows)[shard_index(axis_name)]
+    row = jnp.asarray(rows)[index]
     span = jnp.take(held, jnp.maximum(row, 0), axis=dim, mode="clip")
     if (rows < 0).any():
         real = lax.broadcast_in_dim(row >= 0, span.shape, (dim,))
@@ -64,7 +83,7 @@ def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, axis_name: Axis
     return span
 
 
-def cut_span(line: Array, exchange: Exchange, axis_name: AxisName, dim: int) -> Array:
+def cut_span(line: Array, exchange: Exchange, index: Index, dim: int) -> Array:
     """This shard's span out of its line: zeros are put where the line ends early, then sliced."""
     if exchange.table is not None:
         return line
@@ -74,7 +93,7 @@ def cut_span(line: Array, exchange: Exchange, axis_name: AxisName, dim: int) -> 
         config = [(0, 0, 0)] * line.ndim
         config[dim] = (lo, hi, 0)
         line = lax.pad(line, jnp.zeros((), line.dtype), config)
-    start = per_shard(tuple(s + lo for s in exchange.starts), axis_name)
+    start = per_shard(tuple(s + lo for s in exchange.starts), index)
     if isinstance(start, int):
         return lax.slice_in_dim(line, start, start + exchange.length, axis=dim)
     return lax.dynamic_slice_in_dim(line, start, exchange.length, axis=dim)

@@ -78,6 +78,7 @@ def halo_exchange(
     if mode == "reflect" and max(before, after) >= size > 1:
         raise ValueError(f"halo_exchange: reflect needs halos ({before}, {after}) narrower than the size {size}")
     exchange = shard_halo(size, shards, before, after, mode)
-    x = clear_tail(x, size, shards, axis, dim)
-    line = join(x, receive(x, exchange, axis, dim), exchange, axis, dim)
-    return cut_span(line, exchange, axis, dim)
+    index = lax.axis_index(axis)
+    x = clear_tail(x, size, shards, index, dim)
+    line = join(x, receive(x, exchange, axis, index, dim), exchange, index, dim)
+    return cut_span(line, exchange, index, dim)

@@ -17,14 +17,17 @@ from shardkit.arrays import Padded, pad_to
 from shardkit.meshes import resolve_mesh
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
+    Cut,
     as_array,
     axis_entries,
     cut_dims,
     entry_names,
     explicit_axes,
     in_manual_region,
+    index_operands,
     padded_shape,
     parse_spatial_axes,
+    read_indices,
 )
 
 
@@ -33,7 +36,7 @@ class _Sums:
     """What one device adds up (static): which dims, what they count, and over which mesh axes."""
 
     axis: tuple[int, ...]
-    tails: tuple[tuple[int, int, int, Any], ...]  # (dim, size, shards, mesh axis) of uneven dims
+    cuts: tuple[tuple[int, Cut], ...]
     count: int
     reduce_axes: tuple[str, ...]
     keepdims: bool
@@ -110,7 +113,7 @@ def moments(
     over += [a for d in dims if d not in cuts for a in entry_names(entries[d])]
     sums = _Sums(
         axis=dims,
-        tails=tuple((d, c.size, c.shards, c.axis_name) for d, c in cuts.items() if c.size % c.shards),
+        cuts=tuple(cuts.items()),
         count=count,
         reduce_axes=tuple(over),
         keepdims=keepdims,
@@ -161,21 +164,25 @@ def _run(region: _Region, x: Array) -> tuple[Array, Array]:
     body = functools.partial(_local_moments, region.sums)
     if region.nested:
         body = jax.checkpoint(body)  # see conv.py: residuals may not leave a nested region
+    cuts = dict(region.sums.cuts)
+    where, where_specs = index_operands(cuts, list(cuts), region.mesh)
     return jax.shard_map(
         body,
         mesh=region.mesh,
-        in_specs=region.in_spec,
+        in_specs=(region.in_spec, *where_specs),
         out_specs=(region.out_spec, region.out_spec),
         axis_names=set(region.axis_names),
-    )(x)
+    )(x, *where)
 
 
-def _local_moments(sums: _Sums, x: Array) -> tuple[Array, Array]:
+def _local_moments(sums: _Sums, x: Array, *where: Array) -> tuple[Array, Array]:
+    cuts = dict(sums.cuts)
+    at = read_indices(cuts, list(cuts), where)
     x = x.astype(sums.dtype)
 
     def total(values: Array) -> Array:
-        for dim, size, shards, axis in sums.tails:
-            values = clear_tail(values, size, shards, axis, dim)
+        for (dim, cut), index in zip(sums.cuts, at, strict=True):
+            values = clear_tail(values, cut.size, cut.shards, index, dim)
         return values.sum(sums.axis, keepdims=True)
 
     def reduced(values: Array) -> Array:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
 from shardkit.arrays import Padded
@@ -168,3 +169,37 @@ def axis_entries(x: Any) -> list[Any]:
 def entry_names(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one PartitionSpec entry."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def index_operands(
+    cuts: Mapping[int, Cut], dims: Sequence[int], mesh: Mesh | AbstractMesh
+) -> tuple[list[Any], list[PartitionSpec]]:
+    """For a region that makes the axes of ``cuts`` manual: arrays that tell each device where it is.
+
+    A device's block of ``arange(n)``, cut over the axis, holds its position. ``lax.axis_index`` would say
+    the same, but XLA refuses it in some regions that leave other axes to the compiler.
+    """
+    arrays, specs = [], []
+    for dim in dims:
+        cut = cuts.get(dim)
+        if cut is not None and not cut.manual:
+            spec = PartitionSpec(cut.axis_name)
+            array: Any = np.arange(cut.shards, dtype=np.int32)
+            if explicit_axes(mesh):
+                array = jax.sharding.reshard(array, NamedSharding(mesh, spec))  # type: ignore[arg-type]
+            arrays.append(array)
+            specs.append(spec)
+    return arrays, specs
+
+
+def read_indices(cuts: Mapping[int, Cut], dims: Sequence[int], blocks: Sequence[Any]) -> tuple[Any, ...]:
+    """This device's position for each dim, from what ``index_operands`` sent (0 where a dim isn't cut)."""
+    rest = iter(blocks)
+    found = []
+    for dim in dims:
+        cut = cuts.get(dim)
+        if cut is None:
+            found.append(0)
+        else:
+            found.append(jax.lax.axis_index(cut.axis_name) if cut.manual else next(rest)[0])
+    return tuple(found)

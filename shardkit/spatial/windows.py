@@ -219,14 +219,12 @@ def plan_exchange(size: int, shards: int, mode: str, spans: Sequence[Span], leng
     even_circle = mode == "circular" and size == block * shards
     if mode == "zeros" or even_circle:
         return _plan_line(size, shards, block, even_circle, spans, length)
-    if all(0 <= s.need_lo and s.need_hi <= size for s in spans):
+    if all(s.need_lo >= 0 and s.need_hi <= size for s in spans):
         return _plan_line(size, shards, block, False, spans, length)
     return _plan_table(size, shards, block, mode, spans, length)
 
 
-def _plan_line(
-    size: int, shards: int, block: int, circle: bool, spans: Sequence[Span], length: int
-) -> Exchange:
+def _plan_line(size: int, shards: int, block: int, circle: bool, spans: Sequence[Span], length: int) -> Exchange:
     # What must travel: needed elements that exist, outside the shard's own block.
     needs: list[tuple[int, int] | None] = []
     for span in spans:
@@ -266,9 +264,7 @@ def _plan_line(
     return Exchange(shards, block, size, before, after, left, right, filled, length)
 
 
-def _plan_table(
-    size: int, shards: int, block: int, mode: str, spans: Sequence[Span], length: int
-) -> Exchange:
+def _plan_table(size: int, shards: int, block: int, mode: str, spans: Sequence[Span], length: int) -> Exchange:
     wanted: dict[int, dict[int, list[int]]] = {}  # shift -> receiver -> local offsets at the source
     for i, span in enumerate(spans):
         for position in range(span.need_lo, span.need_hi):

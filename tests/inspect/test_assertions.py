@@ -73,15 +73,11 @@ def test_fails(program, expected, lines):
     assert head == "the program's collectives are not as expected:"
     assert rest[: len(lines)] == lines
     assert rest[len(lines)] == "4 collectives on mesh (dp=2, sp=4)"
-    assert re.search(
-        r"all_reduce +dp,sp +1 +f32\[8,4\] .* yes x3 +test_assertions.py:\d+", str(failure.value)
-    )
+    assert re.search(r"all_reduce +dp,sp +1 +f32\[8,4\] .* yes x3 +test_assertions.py:\d+", str(failure.value))
 
 
 def test_fails_for_a_large_result(program):
-    with pytest.raises(
-        AssertionError, match=r"max_bytes: expected results of at most 100 bytes .*\n.*"
-    ) as failure:
+    with pytest.raises(AssertionError, match=r"max_bytes: expected results of at most 100 bytes .*\n.*") as failure:
         assert_collectives(program, max_bytes=100)
     assert str(failure.value).count("found 128 bytes: ") == 4
     with pytest.raises(AssertionError) as failure:
@@ -94,9 +90,7 @@ def test_unmapped_collectives_are_not_passed_over():
     other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(lambda x: lax.psum(x, "sp"), mesh=mesh, in_specs=P("dp", "sp"), out_specs=P("dp"))
     x = np.ones((8, 8))
-    with pytest.raises(
-        AssertionError, match=r"all_reduce over axis x: cannot tell the axes of all_reduce over \?"
-    ):
+    with pytest.raises(AssertionError, match=r"all_reduce over axis x: cannot tell the axes of all_reduce over \?"):
         assert_collectives(f, x, mesh=other, all_reduce={"x": 0})
     assert_collectives(f, x, mesh=other, all_reduce=1, all_gather={"x": 0})
 

@@ -200,9 +200,7 @@ def test_a_given_mesh_renames_the_axes(auto_mesh):
 def test_a_mesh_of_permuted_devices():
     mesh = Mesh(np.array(jax.devices())[[3, 1, 4, 0, 5, 7, 2, 6]].reshape(2, 4), NAMES)
     for axis in NAMES:
-        (entry,) = collectives(
-            mapped(mesh, functools.partial(lax.psum, axis_name=axis)), array(mesh, "dp", "sp")
-        )
+        (entry,) = collectives(mapped(mesh, functools.partial(lax.psum, axis_name=axis)), array(mesh, "dp", "sp"))
         assert entry.axes == (axis,)
 
 

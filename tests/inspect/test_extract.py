@@ -233,9 +233,7 @@ def test_what_moves_nothing_is_not_counted(line):
 
 
 def test_pairs_that_stay_are_left_out():
-    (entry,) = read(
-        module("%r = f32[8]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,5}}")
-    )
+    (entry,) = read(module("%r = f32[8]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,5}}"))
     assert (entry.groups, entry.axes, entry.group_size) == (((1, 5),), ("dp",), 2)
 
 
@@ -345,8 +343,6 @@ def test_a_large_program_is_read_whole():
         lines.append(f"%f{i} = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%leaf, backend_config={{{padding}}}")
         lines.append(f"%n{i} = f32[8]{{0}} negate(%f{i}), backend_config={{{padding}}}")
         if i % 10 == 0:
-            lines.append(
-                f"%ar{i} = f32[8]{{0}} all-reduce(%n{i}), {SP}, to_apply=%add, backend_config={{{padding}}}"
-            )
+            lines.append(f"%ar{i} = f32[8]{{0}} all-reduce(%n{i}), {SP}, to_apply=%add, backend_config={{{padding}}}")
     leaf = "\n%leaf (q: f32[8]) -> f32[8] {\n  ROOT %n = f32[8]{0} negate(%q)\n}\n"
     assert len(read(module(*lines, before=leaf))) == 600

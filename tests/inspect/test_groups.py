@@ -92,7 +92,7 @@ def test_groups_over_axes_map_back_to_these_axes(mesh, random):
     random.shuffle(made)
     for group in made:
         random.shuffle(group)
-    expected = tuple(name for name, size in zip(names, sizes) if name in chosen and size > 1)
+    expected = tuple(name for name, size in zip(names, sizes, strict=True) if name in chosen and size > 1)
     assert groups.axes_of_groups(tuple(map(tuple, made)), names, sizes) == expected
 
 
@@ -102,11 +102,9 @@ def test_every_spelling_gives_the_same_groups(mesh):
     expected = groups.groups_over_axes(chosen, names, sizes)
     listed = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in expected) + "}"
     assert groups.parse_groups(listed) == expected
-    axes = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes))
+    axes = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes, strict=True))
     assert groups.parse_groups(f"mesh[{axes}] {{{','.join(map(repr, chosen))}}}") == expected
-    order = [i for i, n in enumerate(names) if n not in chosen] + [
-        i for i, n in enumerate(names) if n in chosen
-    ]
+    order = [i for i, n in enumerate(names) if n not in chosen] + [i for i, n in enumerate(names) if n in chosen]
     shape = f"[{len(expected)},{len(expected[0])}]"
     dims, perm = ",".join(map(str, sizes)), ",".join(map(str, order))
     assert groups.parse_groups(f"{shape}<=[{dims}]T({perm})") == expected
@@ -115,12 +113,12 @@ def test_every_spelling_gives_the_same_groups(mesh):
 @given(meshes_and_axes(), st.data())
 def test_shifts_map_to_the_axes_they_move_along(mesh, data):
     names, sizes, chosen = mesh
-    moved = [name in chosen and size > 1 for name, size in zip(names, sizes)]
+    moved = [name in chosen and size > 1 for name, size in zip(names, sizes, strict=True)]
     pairs = []
     for index in itertools.product(*map(range, sizes)):
-        target = [(i + 1) % n if yes else i for i, n, yes in zip(index, sizes, moved)]
+        target = [(i + 1) % n if yes else i for i, n, yes in zip(index, sizes, moved, strict=True)]
         pairs.append((_position(index, sizes), _position(target, sizes)))
-    expected = tuple(name for name, yes in zip(names, moved) if yes)
+    expected = tuple(name for name, yes in zip(names, moved, strict=True) if yes)
     assert groups.axes_of_pairs(tuple(pairs), names, sizes) == expected
     kept = data.draw(st.sampled_from(pairs))
     assert groups.axes_of_pairs((kept,), names, sizes) == expected

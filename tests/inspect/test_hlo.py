@@ -53,9 +53,7 @@ def test_module_facts():
 
 
 def test_entry_may_stand_first():
-    text = (
-        "HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n}\n\n%z () -> f32[] {\n}\n"
-    )
+    text = "HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n}\n\n%z () -> f32[] {\n}\n"
     assert hlo.parse_module(text).entry == "e"
 
 

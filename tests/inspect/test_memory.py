@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardkit.inspect import MemoryReport, memory
 
-KNOWN = MemoryReport(
-    arguments=4096, outputs=2048, temporaries=1000, aliased=2048, generated_code=10, peak=5000
-)
+KNOWN = MemoryReport(arguments=4096, outputs=2048, temporaries=1000, aliased=2048, generated_code=10, peak=5000)
 
 
 def sharded(shape, *spec, sizes=(2, 4)):
@@ -80,9 +78,7 @@ class NoAnalysis:
         return self.answer
 
 
-@pytest.mark.parametrize(
-    "answer", [None, NotImplementedError("no"), jax.errors.JaxRuntimeError("UNIMPLEMENTED")]
-)
+@pytest.mark.parametrize("answer", [None, NotImplementedError("no"), jax.errors.JaxRuntimeError("UNIMPLEMENTED")])
 def test_a_backend_without_the_analysis(answer):
     with pytest.raises(RuntimeError, match="the backend 'cpu' gives no memory analysis"):
         memory(NoAnalysis(answer))

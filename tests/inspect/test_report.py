@@ -119,9 +119,7 @@ def test_text_of_what_is_not_known():
 
 
 def test_one_line_of_an_entry():
-    assert str(GATHER) == (
-        "all_gather over sp: f32[32,16], 1.5 KiB/device, in loop: no at model.py:12 (%all-gather.1)"
-    )
+    assert str(GATHER) == ("all_gather over sp: f32[32,16], 1.5 KiB/device, in loop: no at model.py:12 (%all-gather.1)")
     many = dataclasses.replace(GATHER, shapes=GATHER.shapes * 3)
     assert "f32[32,16] +2 more" in str(many)
 
@@ -137,7 +135,8 @@ def test_dict_is_json():
 
 def test_html_is_escaped():
     page = CollectiveReport((dataclasses.replace(GATHER, source="<b>.py:1"),), MESH)._repr_html_()
-    assert "&lt;b&gt;.py:1" in page and "<b>" not in page
+    assert "&lt;b&gt;.py:1" in page
+    assert "<b>" not in page
     assert page.count("<tr>") == 2
 
 
@@ -145,12 +144,15 @@ def test_rich():
     stream = io.StringIO()
     rich.console.Console(file=stream, width=120, color_system=None).print(REPORT)
     shown = stream.getvalue()
-    assert "3 collectives" in shown and "f32[32,16]" in shown and "yes x8" in shown
+    assert "3 collectives" in shown
+    assert "f32[32,16]" in shown
+    assert "yes x8" in shown
 
 
 def test_reports_are_values():
     again = CollectiveReport((GATHER, GATHER, REDUCE), MESH)
-    assert again == REPORT and hash(again) == hash(REPORT)
+    assert again == REPORT
+    assert hash(again) == hash(REPORT)
     with pytest.raises(dataclasses.FrozenInstanceError):
         REPORT.entries = ()  # pyright: ignore[reportAttributeAccessIssue]
 
