@@ -116,6 +116,17 @@ def ambient_mesh() -> Mesh | AbstractMesh | None:
     return None if abstract.empty else abstract
 
 
+def concrete_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The devices behind an abstract mesh, where it's the ambient one and we're outside jit; else the mesh itself."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # under jit, where no device may be named
+        return mesh
+    return ambient if not ambient.empty and ambient.abstract_mesh == mesh else mesh
+
+
 def manual_axes() -> frozenset[str]:
     """Mesh axes that an enclosing shard_map has already made manual here."""
     abstract = jax.sharding.get_abstract_mesh()

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.meshes import ambient_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, mesh_of, resolve_mesh
 
 pytestmark = pytest.mark.smoke
 
@@ -131,6 +131,18 @@ def test_argument_then_array_then_ambient():
         assert resolve_mesh(None, np.zeros(3), place(b), what="f") == b
         assert resolve_mesh(None, np.zeros(3), what="f") == c.abstract_mesh
     assert ambient_mesh() is None
+
+
+def test_devices_behind_the_ambient_mesh():
+    mesh, other = sk.make_mesh({"a": 2}), sk.make_mesh({"b": 2})
+    assert concrete_mesh(mesh) is mesh
+    assert concrete_mesh(mesh.abstract_mesh) == mesh.abstract_mesh
+    seen = []
+    with jax.set_mesh(mesh):
+        assert concrete_mesh(mesh.abstract_mesh) == mesh
+        assert concrete_mesh(other.abstract_mesh) == other.abstract_mesh
+        jax.jit(lambda x: seen.append(concrete_mesh(mesh.abstract_mesh)) or x)(1.0)
+    assert seen == [mesh.abstract_mesh]
 
 
 def test_no_mesh_names_the_three_places():

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, pad_shape, pad_to
-from shardkit.meshes import ambient_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import Layout, Placements, axes_size, uneven_error
 
 
@@ -49,7 +49,7 @@ def shard_tensor(
         raise ValueError(f'uneven={uneven!r} is unknown; use "error" or "pad"')
     if isinstance(placements, Layout | NamedSharding) and mesh is None:
         mesh = placements.mesh  # type: ignore[assignment]
-    where = resolve_mesh(mesh, x, what="shard_tensor")
+    where = concrete_mesh(resolve_mesh(mesh, x, what="shard_tensor"))
     layout = Layout(where, placements)
     if layout.partial_axes:
         raise ValueError(
@@ -126,13 +126,11 @@ def unshard(x: Any) -> jax.Array:
     """
     array = x.array if isinstance(x, Padded) else x
     mesh = mesh_of(array)
-    if isinstance(array, Tracer):
-        if manual_axes():
-            raise ValueError(
-                "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
-                "outside, or use lax.all_gather"
-            )
-        mesh = ambient_mesh() if mesh is None else mesh
+    if isinstance(array, Tracer) and manual_axes():
+        raise ValueError(
+            "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
+            "outside, or use lax.all_gather"
+        )
     if mesh is not None:
         if isinstance(array, Tracer):
             array = place_traced(array, mesh, PartitionSpec(*[None] * array.ndim))

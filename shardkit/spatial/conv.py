@@ -144,7 +144,6 @@ def ring_conv(
         axes=tuple(cuts[d].axis_name if d in cuts else None for d in numbers.lhs_spec[2:]),
         modes=modes,
         feature_groups=feature_group_count,
-        depthwise=feature_group_count > 1 and rhs.shape[numbers.rhs_spec[1]] == 1,
         batch_groups=batch_group_count,
         precision=_hashable(precision),
         preferred_element_type=None
@@ -212,7 +211,7 @@ def _run(
 
 
 def _must_split(conv: LocalConv, free: list[str]) -> bool:
-    return bool(free) and conv.feature_groups > 1 and not conv.depthwise
+    return bool(free) and conv.feature_groups > 1
 
 
 def _local(conv: LocalConv, clear: bool, at: Indices, x: Array, kernel: Array) -> Array:

@@ -41,10 +41,9 @@ class LocalConv:
       axes: the mesh axis (or axes) of each spatial dim, None where it isn't sharded.
       modes: padding mode of each spatial dim.
       feature_groups, batch_groups, precision, preferred_element_type: as in lax.
-      depthwise: one input feature a group.
-      split_groups: run a grouped convolution as one convolution a group. XLA's partitioner gathers
-        the whole activation of a grouped convolution whose batch is sharded over an axis that is left
-        to it (openxla/xla#47945); an ungrouped one it handles.
+      split_groups: run a grouped convolution as several that XLA can partition: it gathers the
+        whole activation of a grouped one whose batch is sharded over an axis that is left to it
+        (openxla/xla#47945), but not of an ungrouped or depthwise one.
       sum_over: mesh axes that cut the input features: contributions are summed over them.
     """
 
@@ -58,7 +57,6 @@ class LocalConv:
     batch_groups: int
     precision: Any
     preferred_element_type: Any
-    depthwise: bool = False
     split_groups: bool = False
     sum_over: tuple[str, ...] = ()
 
@@ -171,9 +169,29 @@ def _conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: 
     groups = conv.feature_groups
     if not (conv.split_groups and groups > 1):
         return run(lhs, rhs, feature_group_count=groups)
-    parts_in = jnp.split(lhs, groups, axis=conv.lhs_spec[1])
-    parts_out = jnp.split(rhs, groups, axis=conv.rhs_spec[0])
-    return lax.concatenate([run(a, b) for a, b in zip(parts_in, parts_out, strict=True)], conv.out_spec[1])
+    taps_out, taps_in = conv.rhs_spec[:2]
+    each_in, each_out = rhs.shape[taps_in], rhs.shape[taps_out] // groups
+    if each_in * each_out > groups:
+        halves = zip(jnp.split(lhs, groups, axis=conv.lhs_spec[1]), jnp.split(rhs, groups, axis=taps_out), strict=True)
+        return lax.concatenate([run(a, b) for a, b in halves], conv.out_spec[1])
+    # Many narrow groups: as depthwise convolutions, one for each pair of features within a group.
+    inputs = _every(lhs, conv.lhs_spec[1], each_in)
+    outputs = []
+    for kernel in _every(rhs, taps_out, each_out):
+        taps = [lax.slice_in_dim(kernel, i, i + 1, axis=taps_in) for i in range(each_in)]
+        parts = [run(a, b, feature_group_count=groups) for a, b in zip(inputs, taps, strict=True)]
+        outputs.append(functools.reduce(jnp.add, parts))
+    shape = list(outputs[0].shape)
+    shape[conv.out_spec[1]] *= each_out
+    return jnp.stack(outputs, axis=conv.out_spec[1] + 1).reshape(shape)
+
+
+def _every(x: Array, dim: int, step: int) -> list[Array]:
+    """``x[i::step]`` along ``dim``, for each ``i``."""
+    if step == 1:
+        return [x]
+    split = x.reshape(*x.shape[:dim], -1, step, *x.shape[dim + 1 :])
+    return [lax.index_in_dim(split, i, dim + 1, keepdims=False) for i in range(step)]
 
 
 def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:

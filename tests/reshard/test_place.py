@@ -67,6 +67,10 @@ def test_or_from_the_array_or_the_context(mesh_for, axis_types):
             y = sk.shard_tensor(x, P("sp"))
             assert placed_as(y, mesh, P("sp"))
             np.testing.assert_array_equal(y, X)
+            y = jax.jit(lambda x: x + sk.shard_tensor(np.ones_like(X), P("sp")))(y)  # a constant under jit
+            np.testing.assert_array_equal(y, X + 1)
+        short = sk.shard_tensor(jnp.asarray(X[:5]), P("sp"), uneven="pad")
+        assert placed_as(short.array, mesh, P("sp"))
 
 
 def test_from_one_device_and_from_another_mesh(mesh_for, axis_types):
@@ -177,12 +181,6 @@ def test_unshard_of_one_device_is_itself():
     x = jnp.ones(3)
     assert sk.unshard(x) is x
     np.testing.assert_array_equal(jax.jit(sk.unshard)(x), x)
-
-
-def test_unshard_finds_the_ambient_mesh_under_jit(mesh_for):
-    mesh = mesh_for({"sp": 4})
-    with jax.set_mesh(mesh):
-        assert jax.jit(sk.unshard)(X).sharding.is_equivalent_to(NamedSharding(mesh, P()), 3)
 
 
 # --- bad input ------------------------------------------------------------------------------------
