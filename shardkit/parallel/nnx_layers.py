@@ -70,7 +70,9 @@ def _say_once(layer: Any, reason: str) -> None:
     """A layer that can't run sharded says so, with its name and the reason (Python shows it once)."""
     applied: Applied = layer.shardkit_plan
     warnings.warn(
-        f"layer {applied.path!r} ({type(layer).__mro__[1].__name__}) runs unsharded: {reason}", UserWarning, stacklevel=3
+        f"layer {applied.path!r} ({type(layer).__mro__[1].__name__}) runs unsharded: {reason}",
+        UserWarning,
+        stacklevel=3,
     )
 
 
@@ -132,7 +134,9 @@ def _why_not_conv(layer: RingConv, inputs: Any, out_sharding: Any) -> str | None
     if out_sharding is not None:
         return f"it was called with out_sharding={out_sharding}"
     if layer.padding == "REFLECT":
-        reach = [(k - 1) * d + 1 for k, d in zip(layer.kernel_size, _per_dim(layer.kernel_dilation, count), strict=True)]
+        reach = [
+            (k - 1) * d + 1 for k, d in zip(layer.kernel_size, _per_dim(layer.kernel_dilation, count), strict=True)
+        ]
         sizes = inputs.shape[inputs.ndim - 1 - count : -1]
         if any(k // 2 >= s for k, s in zip(reach, sizes, strict=True)):
             return f"REFLECT padding for a kernel covering {reach} repeats more than the {sizes} elements there are"
@@ -174,13 +178,9 @@ class RingConvTranspose(nnx.ConvTranspose):
                 circular_transpose_padding(s, k, t, self.transpose_kernel)
                 for s, k, t in zip(sizes, reach, strides, strict=True)
             ]
-            y = ring_conv(
-                x, kernel, (1,) * count, pads, lhs_dilation=strides, padding_mode="circular", **common
-            )
+            y = ring_conv(x, kernel, (1,) * count, pads, lhs_dilation=strides, padding_mode="circular", **common)
         else:
-            y = ring_conv_transpose(
-                x, kernel, strides, padding, transpose_kernel=self.transpose_kernel, **common
-            )
+            y = ring_conv_transpose(x, kernel, strides, padding, transpose_kernel=self.transpose_kernel, **common)
         if bias is not None:
             y = _like(y, _array(y) + bias)
         return _restore_batch(y, batch)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.meshes import resolve_mesh
@@ -71,9 +72,7 @@ def parallelize(
             raise TypeError(f"the plan for {key!r} is {item!r}; use a plan object such as sk.ConvParallel")
         absent = [a for a in item.mesh_axes if a not in mesh.axis_names]
         if absent:
-            raise ValueError(
-                f"the plan for {key!r} uses mesh axes {absent}, but the mesh has {tuple(mesh.axis_names)}"
-            )
+            raise ValueError(f"the plan for {key!r} uses mesh axes {absent}, but the mesh has {tuple(mesh.axis_names)}")
     layers = {join_path(path): layer for path, layer in nnx.iter_modules(model)}
     chosen: dict[str, tuple[PathPattern, ConvParallel]] = {}
     for pattern, item in plan.items():
@@ -97,9 +96,7 @@ def _kind(layer: Any) -> type | None:
     return None
 
 
-def _matched(
-    pattern: PathPattern, item: ConvParallel, layers: Mapping[str, Any], strict: bool
-) -> list[str]:
+def _matched(pattern: PathPattern, item: ConvParallel, layers: Mapping[str, Any], strict: bool) -> list[str]:
     known = sorted(SPATIAL_LAYERS, key=lambda t: t.__name__)
     names = ", ".join(f"nnx.{t.__name__}" for t in known)
 
@@ -145,6 +142,6 @@ def _apply(layer: Any, applied: Applied) -> None:
     if isinstance(applied.mesh, Mesh):
         whole = NamedSharding(applied.mesh, PartitionSpec())
         state = nnx.state(layer)
-        concrete = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-        if concrete and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        # An abstract model (nnx.eval_shape) has nothing to place yet.
+        if all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
             nnx.update(layer, jax.tree.map(lambda leaf: jax.device_put(leaf, whole), state))

@@ -35,7 +35,8 @@ class ConvParallel:
             pairs = tuple(axis.items())
         elif isinstance(dim, Mapping):
             raise ValueError(
-                f'ConvParallel: give the mapping as axis, mesh axis to dim: ConvParallel({{"sp": "W"}}); got dim={dim!r}'
+                f'ConvParallel: give the mapping as axis, mesh axis to dim: ConvParallel({{"sp": "W"}}); '
+                f"got dim={dim!r}"
             )
         else:
             pairs = ((axis, "W" if dim is None else dim),)

@@ -26,7 +26,6 @@ from jax import numpy as jnp
 from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow, shard_window
 
-
 Indices = tuple[Index, ...]  # this device's position along the mesh axis of each spatial dim
 
 

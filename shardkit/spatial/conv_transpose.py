@@ -14,7 +14,7 @@ from shardkit.spatial.conv import ring_conv
 from shardkit.spatial.operands import as_array
 
 
-def transpose_padding(kernel: int, stride: int, padding: str | tuple[int, int]) -> tuple[int, int]:
+def transpose_padding(kernel: int, stride: int, padding: str | tuple[int, ...]) -> tuple[int, int]:
     """Padding of the dilated input for one dim of a transposed convolution.
 
     Args:
@@ -25,7 +25,8 @@ def transpose_padding(kernel: int, stride: int, padding: str | tuple[int, int]) 
     Source: the arithmetic of ``lax.conv_transpose``.
     """
     if not isinstance(padding, str):
-        return padding
+        low, high = padding
+        return low, high
     if padding.upper() == "VALID":
         total = kernel + stride - 2 + max(kernel - stride, 0)
         return kernel - 1, total - (kernel - 1)

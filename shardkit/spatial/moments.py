@@ -96,8 +96,10 @@ def moments(
     if len(set(dims)) != len(dims):
         raise ValueError(f"{what}: axis={axis} names a dim twice")
     array, cuts = cut_dims(x, named, mesh, what)
-    logical = x.logical_shape if isinstance(x, Padded) else tuple(
-        cuts[d].size if d in cuts else s for d, s in enumerate(array.shape)
+    logical = (
+        x.logical_shape
+        if isinstance(x, Padded)
+        else tuple(cuts[d].size if d in cuts else s for d, s in enumerate(array.shape))
     )
     entries: list[Any] = [None] * x.ndim
     typed = explicit_axes(mesh)
@@ -203,4 +205,3 @@ def _local_moments(sums: _Sums, x: Array, *where: Array) -> tuple[Array, Array]:
 
 def _abs_squared(x: Array) -> Array:
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else x * x
-

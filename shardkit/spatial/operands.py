@@ -33,9 +33,7 @@ def parse_spatial_axes(
     """
     example = 'for example spatial_axes={"sp": "W"} or {"sp": 2}'
     if not isinstance(spatial_axes, Mapping) or not spatial_axes:
-        raise ValueError(
-            f"{what}: spatial_axes maps mesh axes to array dims, {example}; got {spatial_axes!r}"
-        )
+        raise ValueError(f"{what}: spatial_axes maps mesh axes to array dims, {example}; got {spatial_axes!r}")
     found: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
     for key, value in spatial_axes.items():
@@ -112,7 +110,8 @@ def cut_dims(
         inside = [a in taken for a in axes]
         if any(inside) and not all(inside):
             raise ValueError(
-                f"{what}: of the mesh axes {axes} that cut dim {dim}, only some are manual here; make all of them manual"
+                f"{what}: of the mesh axes {axes} that cut dim {dim}, only some are manual here; "
+                "make all of them manual"
             )
         manual = all(inside)
         if logical is not None:
@@ -134,8 +133,7 @@ def cut_dims(
 def padded_shape(shape: Sequence[int], cuts: Mapping[int, Cut]) -> tuple[int, ...]:
     """The array shape the region takes: whole blocks in every cut dim, blocks as they are inside one."""
     return tuple(
-        cuts[d].block * (1 if cuts[d].manual else cuts[d].shards) if d in cuts else s
-        for d, s in enumerate(shape)
+        cuts[d].block * (1 if cuts[d].manual else cuts[d].shards) if d in cuts else s for d, s in enumerate(shape)
     )
 
 

@@ -183,9 +183,7 @@ NAMED = {
         SP8, W, "NHWC", "HWIO", (6, 16), (4, 4), padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)
     ),
     "VALID, output not divisible": Case(SP4, W, "NHWC", "HWIO", (6, 16), (3, 3), padding="VALID"),
-    "kernel is stride, nothing to send": Case(
-        SP4, W, "NHWC", "HWIO", (6, 16), (2, 2), strides=(2, 2), padding="VALID"
-    ),
+    "kernel is stride, nothing to send": Case(SP4, W, "NHWC", "HWIO", (6, 16), (2, 2), strides=(2, 2), padding="VALID"),
     "k=3 s=2 on two shards of 4": Case((("sp", 2),), W, "NWC", "WIO", (8,), (3,), strides=(2,)),
     "k=s=2 on shards of 5": Case((("sp", 2),), W, "NWC", "WIO", (10,), (2,), strides=(2,), padding="VALID"),
     "halo wider than a block": Case(SP8, W, "NWC", "WIO", (16,), (9,), rhs_dilation=(1,)),

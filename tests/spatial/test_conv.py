@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
+from shardkit.spatial.conv_args import read_conv
 from tests.spatial.conv_cases import NAMED, Case, derivatives, draw
 
 CI_SLICE, FULL_SWEEP = 48, 640
@@ -130,6 +131,22 @@ def test_two_permutes_a_dim_each_way(dims):
     assert only_kernel.count("all_gather") == both.count("all_gather") == 0
 
 
+@pytest.mark.parametrize("number", range(10))
+def test_bytes_on_the_wire_are_those_of_the_plan(number):
+    """What windows computes, and what the compiled program moves, on random configurations."""
+    case = sweep(10, seed=7)[number]
+    mesh = case.make_mesh()
+    x, kernel = case.operands()
+    space = {k: v for k, v in case.placements().items() if k != "dp"}
+    x = sk.shard_tensor(x, space, mesh, uneven="pad")
+    keywords = case.keywords | {"padding_mode": case.per_dim(case.modes, "zeros"), "spatial_axes": dict(case.axes)}
+    planned = read_conv(x, kernel, **keywords)
+    report = compiled_report(case.ring(mesh), x, kernel, mesh=mesh)
+    assert set(report.by_kind()) <= {"collective_permute"}
+    assert report.bytes() == planned.halo_bytes
+    assert report.count() == planned.conv.permutes
+
+
 def test_corners_travel_with_the_second_dim():
     case = Case((("sq", 2), ("sp", 4)), (("sq", "H"), ("sp", "W")), "NHWC", "HWIO", (8, 16), (3, 3))
     mesh = case.make_mesh()
@@ -144,9 +161,7 @@ def test_kernel_gradient_is_reduced_once_at_top_level():
     case = Case((("sp", 8),), (("sp", "W"),), "NHWC", "HWIO", (4, 16), (3, 3))
     mesh = case.make_mesh()
     x, kernel = case.operands()
-    report = compiled_report(
-        jax.grad(lambda k: jnp.sum(case.ring(mesh)(x, k) ** 2)), kernel, mesh=mesh
-    )
+    report = compiled_report(jax.grad(lambda k: jnp.sum(case.ring(mesh)(x, k) ** 2)), kernel, mesh=mesh)
     assert report.count("all_reduce") == 1
 
 
@@ -214,7 +229,12 @@ def test_integers_and_preferred_element_type():
 
 @pytest.mark.parametrize(
     "case",
-    [SIMPLE, NAMED["transposed, lhs dilation 2"], NAMED["globe: circular W, replicated H"], NAMED["grouped, sharded in W"]],
+    [
+        SIMPLE,
+        NAMED["transposed, lhs dilation 2"],
+        NAMED["globe: circular W, replicated H"],
+        NAMED["grouped, sharded in W"],
+    ],
 )
 def test_second_derivatives(case):
     mesh = case.make_mesh()

@@ -1,0 +1,267 @@
+"""Reading a convolution's arguments: lax's spellings, checked, as one static description."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from shardkit.arrays import Padded
+from shardkit.meshes import resolve_mesh
+from shardkit.spatial.conv_local import LocalConv, halo_bytes
+from shardkit.spatial.operands import Cut, as_array, cut_dims, padded_shape, parse_spatial_axes
+from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
+
+METHODS = ("auto", "concat")
+
+
+@dataclasses.dataclass
+class ConvCall:
+    """One call of ``ring_conv``, read and checked; nothing has moved yet.
+
+    Attributes:
+      conv: what each device will do.
+      array, rhs: the operands (of a Padded its array).
+      cuts: how the named dims of ``array`` are cut.
+      mesh: the mesh in use.
+      out_shape: the logical shape of the result.
+      padded: the input was a Padded, so the result will be one.
+    """
+
+    conv: LocalConv
+    array: Any
+    rhs: Any
+    cuts: dict[int, Cut]
+    mesh: Any
+    out_shape: tuple[int, ...]
+    padded: bool
+
+    @property
+    def halo_bytes(self) -> int:
+        """Bytes of halos a device receives in the forward pass, for the batch and features that ``array`` shows."""
+        shape = padded_shape(self.array.shape, self.cuts)
+        block = tuple(self.cuts[d].block if d in self.cuts else s for d, s in enumerate(shape))
+        return halo_bytes(self.conv, block, self.array.dtype.itemsize)
+
+
+def read_conv(
+    lhs: Any,
+    rhs: Any,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    spatial_axes: Mapping[Any, Any],
+    padding_mode: Any = "zeros",
+    method: str = "auto",
+    mesh: Any = None,
+) -> ConvCall:
+    """The arguments of ``ring_conv``, checked and planned; see there."""
+    what = "ring_conv"
+    lhs, rhs = as_array(lhs), as_array(rhs)
+    if isinstance(rhs, Padded):
+        rhs = rhs.value
+    mesh = resolve_mesh(mesh, lhs, rhs, what=what)
+    if lhs.ndim != rhs.ndim or lhs.ndim < 3:
+        raise ValueError(
+            f"{what}: lhs and rhs need equal rank of at least 3 (batch, feature, space), got shapes "
+            f"{tuple(lhs.shape)} and {tuple(rhs.shape)}"
+        )
+    numbers, letters = _dimension_numbers(lhs.shape, rhs.shape, dimension_numbers, what)
+    named = parse_spatial_axes(spatial_axes, lhs.ndim, letters, mesh, what)
+    if numbers.lhs_spec[1] in named:
+        raise ValueError(
+            f"{what}: spatial_axes names dim {numbers.lhs_spec[1]}, which holds features; name spatial dims "
+            "(feature axes of the mesh stay with the compiler)"
+        )
+    array, cuts = cut_dims(lhs, named, mesh, what)
+    logical = _logical_shape(lhs, array, cuts)
+    _check_features(logical, rhs.shape, numbers, feature_group_count, batch_group_count, what)
+    if logical[numbers.lhs_spec[0]] == 0:
+        raise ValueError(f"{what}: the batch is empty (shape {logical}); give at least one image")
+    batch_cut = cuts.get(numbers.lhs_spec[0])
+    if batch_cut is not None and (batch_group_count > 1 or batch_cut.size % batch_cut.shards):
+        raise ValueError(
+            f"{what}: the batch dim of {batch_cut.size} is named in spatial_axes, but mesh axis {batch_cut.axes} "
+            f"of size {batch_cut.shards} doesn't divide it, or batch_group_count={batch_group_count} mixes it; "
+            "leave it out of spatial_axes"
+        )
+    windows = _windows(logical, rhs.shape, numbers, window_strides, padding, lhs_dilation, rhs_dilation, what)
+    modes = _modes(padding_mode, numbers, letters, what)
+    _check_sizes(windows, modes, what)
+    if method not in METHODS:
+        raise ValueError(f"{what}: method={method!r} is unknown; use one of {METHODS}")
+    conv = LocalConv(
+        lhs_spec=tuple(numbers.lhs_spec),
+        rhs_spec=tuple(numbers.rhs_spec),
+        out_spec=tuple(numbers.out_spec),
+        windows=tuple(
+            shard_window(w, cuts[d].shards if d in cuts else 1, m)
+            for d, w, m in zip(numbers.lhs_spec[2:], windows, modes, strict=True)
+        ),
+        axes=tuple(cuts[d].axis_name if d in cuts else None for d in numbers.lhs_spec[2:]),
+        modes=modes,
+        feature_groups=feature_group_count,
+        batch_groups=batch_group_count,
+        precision=_hashable(precision),
+        preferred_element_type=None if preferred_element_type is None else np.dtype(preferred_element_type),
+    )
+    out_logical = [0] * lhs.ndim
+    out_logical[numbers.out_spec[0]] = logical[numbers.lhs_spec[0]] // batch_group_count
+    out_logical[numbers.out_spec[1]] = rhs.shape[numbers.rhs_spec[0]]
+    for dim, window in zip(numbers.out_spec[2:], windows, strict=True):
+        out_logical[dim] = window.output_size
+    return ConvCall(conv, array, rhs, cuts, mesh, tuple(out_logical), isinstance(lhs, Padded))
+
+
+def _hashable(precision: Any) -> Any:
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+def _dimension_numbers(lhs_shape, rhs_shape, given, what: str):
+    try:
+        numbers = lax.conv_dimension_numbers(tuple(lhs_shape), tuple(rhs_shape), given)
+    except (ValueError, TypeError) as err:
+        raise ValueError(f"{what}: dimension_numbers={given!r} don't fit rank {len(lhs_shape)}: {err}") from err
+    if isinstance(given, Sequence) and not isinstance(given, lax.ConvDimensionNumbers) and isinstance(given[0], str):
+        letters = {letter: dim for dim, letter in enumerate(given[0])}
+    else:
+        # No letters given: the usual ones, D H W in the order of the spatial dims.
+        spatial = numbers.lhs_spec[2:]
+        usual = "DHW"[-len(spatial) :] if len(spatial) <= 3 else ""
+        letters = dict(zip(usual, spatial, strict=True)) if usual else {}
+        letters |= {"N": numbers.lhs_spec[0], "C": numbers.lhs_spec[1]}
+    return numbers, letters
+
+
+def _logical_shape(lhs: Any, array: Any, cuts: dict[int, Cut]) -> tuple[int, ...]:
+    if isinstance(lhs, Padded):
+        return lhs.logical_shape
+    return tuple(cuts[d].size if d in cuts else s for d, s in enumerate(array.shape))
+
+
+def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_groups: int, what: str) -> None:
+    features = lhs_shape[numbers.lhs_spec[1]]
+    taps_in, taps_out = rhs_shape[numbers.rhs_spec[1]], rhs_shape[numbers.rhs_spec[0]]
+    for name, value in (("feature_group_count", feature_groups), ("batch_group_count", batch_groups)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{what}: {name}={value!r} must be a positive integer")
+    if feature_groups > 1 and batch_groups > 1:
+        raise ValueError(f"{what}: feature_group_count and batch_group_count can't both be above 1")
+    if features != taps_in * feature_groups:
+        raise ValueError(
+            f"{what}: lhs has {features} features, but the kernel of shape {tuple(rhs_shape)} takes {taps_in} in each "
+            f"of {feature_groups} groups ({taps_in * feature_groups} in all)"
+        )
+    if taps_out % (feature_groups * batch_groups):
+        raise ValueError(
+            f"{what}: the kernel's {taps_out} output features can't be split into "
+            f"{feature_groups * batch_groups} groups"
+        )
+    batch = lhs_shape[numbers.lhs_spec[0]]
+    if batch % batch_groups:
+        raise ValueError(f"{what}: batch_group_count={batch_groups} does not divide the batch of {batch}")
+
+
+def _per_dim(given, count: int, name: str, what: str) -> tuple[int, ...]:
+    if given is None:
+        return (1,) * count
+    try:
+        values = tuple(operator.index(v) for v in given)
+    except TypeError:
+        raise ValueError(f"{what}: {name} takes one integer a spatial dim, got {given!r}") from None
+    if len(values) != count:
+        raise ValueError(f"{what}: {name}={values} has {len(values)} entries for {count} spatial dims")
+    if any(v < 1 for v in values):
+        raise ValueError(f"{what}: {name}={values} must be at least 1")
+    return values
+
+
+def _windows(lhs_shape, rhs_shape, numbers, strides, padding, lhs_dilation, rhs_dilation, what: str):
+    count = len(numbers.lhs_spec) - 2
+    strides = _per_dim(strides, count, "window_strides", what)
+    ld = _per_dim(lhs_dilation, count, "lhs_dilation", what)
+    rd = _per_dim(rhs_dilation, count, "rhs_dilation", what)
+    sizes = [lhs_shape[d] for d in numbers.lhs_spec[2:]]
+    kernels = [rhs_shape[d] for d in numbers.rhs_spec[2:]]
+    if any(k < 1 for k in kernels):
+        raise ValueError(f"{what}: the kernel of shape {tuple(rhs_shape)} has an empty spatial dim")
+    pads = read_padding(padding, sizes, kernels, strides, ld, rd, what)
+    return tuple(
+        Window(size, kernel, s, lo, hi, a, b)
+        for size, kernel, s, (lo, hi), a, b in zip(sizes, kernels, strides, pads, ld, rd, strict=True)
+    )
+
+
+def read_padding(padding, sizes, kernels, strides, lhs_dilation, rhs_dilation, what: str):
+    """Padding as one (low, high) pair of integers a spatial dim, from a name or pairs."""
+    count = len(sizes)
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+            raise ValueError(
+                f"{what}: padding={padding!r} is unknown; use 'SAME', 'SAME_LOWER', 'VALID' or (low, high) pairs"
+            )
+        if any(d != 1 for d in lhs_dilation):
+            raise ValueError(
+                f"{what}: a padding name has no meaning with lhs_dilation={tuple(lhs_dilation)}; give (low, high) "
+                "pairs, or use sk.ring_conv_transpose"
+            )
+        reach = [(k - 1) * d + 1 for k, d in zip(kernels, rhs_dilation, strict=True)]
+        return lax.padtype_to_pads(sizes, reach, strides, padding.upper())
+    try:
+        pads = [(operator.index(lo), operator.index(hi)) for lo, hi in padding]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{what}: padding takes a name or one (low, high) pair a spatial dim, got {padding!r}"
+        ) from None
+    if len(pads) != count:
+        raise ValueError(f"{what}: padding={padding!r} has {len(pads)} pairs for {count} spatial dims")
+    return pads
+
+
+def _modes(given: Any, numbers, letters: Mapping[str, int], what: str) -> tuple[str, ...]:
+    spatial = numbers.lhs_spec[2:]
+    if isinstance(given, str):
+        modes = [given] * len(spatial)
+    elif isinstance(given, Mapping):
+        by_dim = {}
+        for key, mode in given.items():
+            dim = letters.get(key) if isinstance(key, str) else key
+            if dim not in spatial:
+                raise ValueError(f"{what}: padding_mode names dim {key!r}, which is no spatial dim of lhs")
+            by_dim[dim] = mode
+        modes = [by_dim.get(d, "zeros") for d in spatial]
+    else:
+        modes = list(given)
+        if len(modes) != len(spatial):
+            raise ValueError(f"{what}: padding_mode={given!r} has {len(modes)} entries for {len(spatial)} spatial dims")
+    for mode in modes:
+        if mode not in PADDING_MODES:
+            raise ValueError(f"{what}: padding_mode={mode!r} is unknown; use one of {PADDING_MODES}")
+    return tuple(modes)
+
+
+def _check_sizes(windows: Sequence[Window], modes: Sequence[str], what: str) -> None:
+    for position, (w, mode) in enumerate(zip(windows, modes, strict=True)):
+        if w.output_size < 1:
+            raise ValueError(
+                f"{what}: no output in spatial dim {position}: {w.size} elements"
+                f"{f' dilated to {w.dilated_size}' if w.lhs_dilation > 1 else ''} with padding "
+                f"({w.pad_lo}, {w.pad_hi}) are fewer than the {w.reach} that the kernel covers"
+            )
+        beyond = max(-(-max(w.pad_lo, 0) // w.lhs_dilation), -(-max(w.pad_hi, 0) // w.lhs_dilation))
+        if mode == "reflect" and beyond >= w.size > 1:
+            raise ValueError(
+                f"{what}: padding ({w.pad_lo}, {w.pad_hi}) reflects more than the {w.size} elements of spatial dim "
+                f"{position} hold; pad at most {(w.size - 1) * w.lhs_dilation}"
+            )
