@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 try:
@@ -40,3 +41,10 @@ def partition_spec(entries: Sequence[Any], unreduced: Collection[str], kind: str
     if reduced:
         extra["reduced"] = set(reduced)
     return PartitionSpec(*entries, **extra)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which a value's type says it varies (none where check_vma is off)."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)

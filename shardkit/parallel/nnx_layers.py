@@ -14,11 +14,12 @@ from flax import nnx
 from jax import lax
 from jax import numpy as jnp
 
-from shardkit.arrays import Padded
+from shardkit.arrays import Padded, pad_to
 from shardkit.parallel.plans import Applied
 from shardkit.spatial.conv import ring_conv
 from shardkit.spatial.conv_transpose import ring_conv_transpose, transpose_padding
 from shardkit.spatial.moments import moments
+from shardkit.spatial.operands import explicit_axes
 
 _FLAX_MODES = {"CIRCULAR": "circular", "REFLECT": "reflect"}
 
@@ -40,25 +41,29 @@ def _array(x: Any) -> Any:
     return x.array if isinstance(x, Padded) else x
 
 
+def _whole(x: Any) -> Any:
+    """For Flax's own code."""
+    return x.value if isinstance(x, Padded) else x
+
+
 def _like(x: Any, array: Any, shape: tuple[int, ...] | None = None) -> Any:
     return Padded(array, x.logical_shape if shape is None else shape) if isinstance(x, Padded) else array
 
 
-def _with_one_batch_dim(x: Any, spatial: int) -> tuple[Any, tuple[int, ...] | None]:
-    """Flax allows any number of batch dims: flatten them, and say how to undo it."""
-    batch = x.shape[: x.ndim - spatial - 1]
-    if len(batch) == 1:
+def _with_one_batch_dim(x: Any, spatial: int) -> tuple[Any, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """Flax allows any number of batch dims: flatten them, and say how to undo it (dims held, dims that count)."""
+    array, count = _array(x), x.ndim - spatial - 1
+    if count == 1:
         return x, None
-    array = _array(x)
-    flat = array.reshape(-1, *array.shape[len(batch) :])
-    return _like(x, flat, (flat.shape[0], *x.shape[len(batch) :])), batch
+    flat = array.reshape(-1, *array.shape[count:])
+    return _like(x, flat, (flat.shape[0], *x.shape[count:])), (array.shape[:count], x.shape[:count])
 
 
-def _restore_batch(y: Any, batch: tuple[int, ...] | None) -> Any:
+def _restore_batch(y: Any, batch: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Any:
     if batch is None:
         return y
-    array = _array(y)
-    return _like(y, array.reshape(*batch, *array.shape[1:]), (*batch, *y.shape[1:]))
+    array, (held, logical) = _array(y), batch
+    return _like(y, array.reshape(*held, *array.shape[1:]), (*logical, *y.shape[1:]))
 
 
 def _numbers(spatial: int) -> tuple[str, str, str]:
@@ -85,7 +90,7 @@ class RingConv(nnx.Conv):
         reason = _why_not_conv(self, inputs, out_sharding)
         if reason is not None:
             _say_once(self, reason)
-            return nnx.Conv.__call__(self, inputs, out_sharding=out_sharding)
+            return nnx.Conv.__call__(self, _whole(inputs), out_sharding=out_sharding)
         count = len(self.kernel_size)
         x, batch = _with_one_batch_dim(inputs, count)
         kernel = self.kernel[...]
@@ -209,9 +214,9 @@ def circular_transpose_padding(size: int, kernel: int, stride: int, transpose_ke
     return low, period - ((size - 1) * stride + 1) + kernel - 1 - low
 
 
-def _moments(layer: Any, x: Any, dims: tuple[int, ...], spatial: dict[Any, int]):
+def _moments(layer: Any, x: Any, dims: tuple[int, ...], spatial: dict[Any, int]) -> tuple[Any, Any]:
     """Mean and variance of a norm layer's input, over the whole sharded image."""
-    return moments(
+    stats = moments(
         x,
         dims,
         spatial_axes=spatial,
@@ -220,14 +225,32 @@ def _moments(layer: Any, x: Any, dims: tuple[int, ...], spatial: dict[Any, int])
         fast_variance=layer.use_fast_variance,
         mesh=layer.shardkit_plan.mesh,
     )
+    held = _array(x).shape  # statistics of a padded batch: as long as what they normalize
+    mean, var = (
+        pad_to(_array(m), tuple(1 if n == 1 else h for n, h in zip(m.shape, held, strict=True))) for m in stats
+    )
+    return mean, var
 
 
-def _operands(layer: Any, x: Any):
-    """Input, scale and bias of a norm layer in its computation dtype."""
+def _operands(layer: Any, x: Any, *statistics: Any) -> tuple[Any, ...]:
+    """Input, scale, bias and running statistics of a norm layer in its computation dtype."""
     scale = layer.scale[...] if layer.scale is not None else None
     bias = layer.bias[...] if layer.bias is not None else None
-    array, scale, bias = layer.promote_dtype((_array(x), scale, bias), dtype=layer.dtype)
-    return _like(x, array), scale, bias
+    array, *others = layer.promote_dtype((_array(_cleared(x)), scale, bias, *statistics), dtype=layer.dtype)
+    return _like(x, array), *others
+
+
+def _cleared(x: Any) -> Any:
+    """Zeros in padded tails: a NaN there would reach the derivatives of scale and statistics as NaN * 0."""
+    if not isinstance(x, Padded):
+        return x
+    array, sharding = x.array, jax.typeof(x.array).sharding
+    typed = bool(explicit_axes(sharding.mesh))
+    for dim, (held, size) in enumerate(zip(array.shape, x.shape, strict=True)):
+        if held > size:
+            position = lax.broadcasted_iota(jnp.int32, array.shape, dim, out_sharding=sharding if typed else None)
+            array = jnp.where(position < size, array, jnp.zeros((), array.dtype))
+    return _like(x, array)
 
 
 def _normalize(layer: Any, x: Any, mean: Any, var: Any, scale: Any, bias: Any) -> Any:
@@ -266,15 +289,13 @@ class SpatialBatchNorm(nnx.BatchNorm):
         reason = _why_not_norm(self, mask)
         if self.axis not in (-1, x.ndim - 1):
             reason = f"its features are in dim {self.axis}, not the last"
-        if reason is not None or (frozen and not isinstance(x, Padded)):
+        if reason is not None and not frozen:
+            _say_once(self, reason)
+        if reason is not None or frozen is None or (frozen and not isinstance(x, Padded)):
             # With running averages there is nothing to reduce: Flax's own elementwise code is right.
-            if reason is not None:
-                _say_once(self, reason)
-            return nnx.BatchNorm.__call__(self, x, use_running_average, mask=mask)
-        x, scale, bias = _operands(self, x)
-        if frozen:
-            mean, var = self.mean[...], self.var[...]
-        else:
+            return nnx.BatchNorm.__call__(self, _whole(x), use_running_average, mask=mask)
+        x, scale, bias, mean, var = _operands(self, x, self.mean[...], self.var[...])
+        if not frozen:
             spatial = self.shardkit_plan.plan.spatial_axes(x.ndim)
             mean, var = _moments(self, x, tuple(range(x.ndim - 1)), spatial)
             mean, var = mean.reshape(-1), var.reshape(-1)
@@ -294,7 +315,7 @@ class SpatialGroupNorm(nnx.GroupNorm):
             reason = f"it has its own reduction_axes={self.reduction_axes}"
         if reason is not None:
             _say_once(self, reason)
-            return nnx.GroupNorm.__call__(self, x, mask=mask)
+            return nnx.GroupNorm.__call__(self, _whole(x), mask=mask)
         x, scale, bias = _operands(self, x)
         groups = (self.num_groups, self.group_size)
         array = _array(x)
@@ -319,7 +340,7 @@ class SpatialInstanceNorm(nnx.InstanceNorm):
             reason = f"its features are in dims {self.feature_axes}, not the last"
         if reason is not None:
             _say_once(self, reason)
-            return nnx.InstanceNorm.__call__(self, x, mask=mask)
+            return nnx.InstanceNorm.__call__(self, _whole(x), mask=mask)
         x, scale, bias = _operands(self, x)
         dims = tuple(range(1, x.ndim - 1))
         mean, var = _moments(self, x, dims, self.shardkit_plan.plan.spatial_axes(x.ndim))

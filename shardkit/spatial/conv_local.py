@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from shardkit._compat import varying_axes
 from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow, shard_window
 
@@ -170,19 +172,59 @@ def _conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: 
         return run(lhs, rhs, feature_group_count=groups)
     taps_out, taps_in = conv.rhs_spec[:2]
     each_in, each_out = rhs.shape[taps_in], rhs.shape[taps_out] // groups
-    if each_in * each_out > groups:
+    taps = math.prod(rhs.shape[d] for d in conv.rhs_spec[2:])
+    if groups <= each_in * each_out * taps:  # whichever takes fewer operations
         halves = zip(jnp.split(lhs, groups, axis=conv.lhs_spec[1]), jnp.split(rhs, groups, axis=taps_out), strict=True)
         return lax.concatenate([run(a, b) for a, b in halves], conv.out_spec[1])
     # Many narrow groups: as depthwise convolutions, one for each pair of features within a group.
-    inputs = _every(lhs, conv.lhs_spec[1], each_in)
+    inputs = [_dilate_and_pad(conv, x, padding, lhs_dilation) for x in _every(lhs, conv.lhs_spec[1], each_in)]
     outputs = []
     for kernel in _every(rhs, taps_out, each_out):
-        taps = [lax.slice_in_dim(kernel, i, i + 1, axis=taps_in) for i in range(each_in)]
-        parts = [run(a, b, feature_group_count=groups) for a, b in zip(inputs, taps, strict=True)]
+        parts = [_depthwise(conv, x, lax.index_in_dim(kernel, i, taps_in)) for i, x in enumerate(inputs)]
         outputs.append(functools.reduce(jnp.add, parts))
     shape = list(outputs[0].shape)
     shape[conv.out_spec[1]] *= each_out
-    return jnp.stack(outputs, axis=conv.out_spec[1] + 1).reshape(shape)
+    dtype = conv.preferred_element_type or jnp.result_type(lhs, rhs)
+    return jnp.stack(outputs, axis=conv.out_spec[1] + 1).reshape(shape).astype(dtype)
+
+
+def _dilate_and_pad(conv: LocalConv, x: Array, padding: list, lhs_dilation: list) -> Array:
+    """The input as a convolution's windows see it, in at least float32."""
+    config = [(0, 0, 0)] * x.ndim
+    for dim, (lo, hi), dilation in zip(conv.lhs_spec[2:], padding, lhs_dilation, strict=True):
+        config[dim] = (lo, hi, dilation - 1)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _depthwise(conv: LocalConv, x: Array, kernel: Array) -> Array:
+    """A depthwise convolution as shifted products: elementwise, so XLA has nothing to gather."""
+    total = None
+    spatial = conv.rhs_spec[2:]
+    for tap in itertools.product(*(range(kernel.shape[d]) for d in spatial)):
+        starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+        for dim, at, window in zip(conv.lhs_spec[2:], tap, conv.windows, strict=True):
+            starts[dim] = at * window.window.rhs_dilation
+            count = (x.shape[dim] - window.window.reach) // window.window.stride + 1
+            strides[dim] = window.window.stride
+            limits[dim] = starts[dim] + (count - 1) * strides[dim] + 1
+        index: list[Any] = [0] * kernel.ndim
+        index[conv.rhs_spec[0]] = slice(None)
+        for dim, at in zip(spatial, tap, strict=True):
+            index[dim] = at
+        weight = lax.broadcast_in_dim(
+            kernel[tuple(index)],
+            [1 if d != conv.lhs_spec[1] else x.shape[d] for d in range(x.ndim)],
+            (conv.lhs_spec[1],),
+        )
+        product = lax.slice(x, starts, limits, strides) * weight.astype(x.dtype)
+        total = product if total is None else total + product
+    # From the input's order of dims to the output's.
+    order = [0] * x.ndim
+    for source, target in zip(conv.lhs_spec, conv.out_spec, strict=True):
+        order[target] = source
+    return lax.transpose(total, order)
 
 
 def _every(x: Array, dim: int, step: int) -> list[Array]:
@@ -289,4 +331,20 @@ def local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not jnp.issubdtype(kernel.dtype, jnp.inexact):
         return _plain(conv, at, x, kernel)
+    x, kernel = _vary_alike(x, kernel, at)
     return _local_conv(conv, at, x, kernel)
+
+
+def _vary_alike(x: Array, kernel: Array, at: Indices) -> tuple[Array, Array]:
+    """Both operands varying over every mesh axis that either varies over.
+
+    The transpose of this (a sum over the axes an operand did not vary over) then lies outside of
+    the custom derivative, whose maps all act between equally varying blocks.
+    """
+    union = frozenset[str]().union(*(varying_axes(a) for a in (x, kernel, *at) if isinstance(a, jax.Array)))
+
+    def vary(a: Array) -> Array:
+        missing = tuple(sorted(union - varying_axes(a)))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return vary(x), vary(kernel)

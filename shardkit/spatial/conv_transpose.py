@@ -87,12 +87,14 @@ def ring_conv_transpose(
     numbers = lax.conv_dimension_numbers(tuple(lhs.shape), tuple(rhs.shape), dimension_numbers)
     kernels = [rhs.shape[d] for d in numbers.rhs_spec[2:]]
     dilation = (1,) * count if rhs_dilation is None else tuple(rhs_dilation)
-    if isinstance(padding, str) and padding.upper() not in ("SAME", "VALID"):
+    if padding.upper() not in ("SAME", "VALID") if isinstance(padding, str) else not isinstance(padding, Sequence):
         raise ValueError(f"{what}: padding={padding!r} is unknown; use 'SAME', 'VALID' or (low, high) pairs")
-    pads = [padding] * count if isinstance(padding, str) else [tuple(p) for p in padding]
+    pads: list[Any] = [padding] * count if isinstance(padding, str) else list(padding)
     for name, values in (("strides", strides), ("rhs_dilation", dilation), ("padding", pads)):
         if len(values) != count:
             raise ValueError(f"{what}: {name}={values!r} has {len(values)} entries for {count} spatial dims")
+    if not isinstance(padding, str) and any(not isinstance(p, Sequence) or len(p) != 2 for p in pads):
+        raise ValueError(f"{what}: padding takes a name or one (low, high) pair a spatial dim, got {padding!r}")
     reach = [(k - 1) * d + 1 for k, d in zip(kernels, dilation, strict=True)]
     pads = [transpose_padding(k, s, p) for k, s, p in zip(reach, strides, pads, strict=True)]
     if transpose_kernel:

@@ -37,6 +37,7 @@ class _Sums:
 
     axis: tuple[int, ...]
     cuts: tuple[tuple[int, Cut], ...]
+    tails: tuple[tuple[int, int], ...]  # other padded dims and how many elements of each count
     count: int
     reduce_axes: tuple[str, ...]
     keepdims: bool
@@ -53,7 +54,7 @@ def moments(
     dtype: Any = None,
     fast_variance: bool = True,
     mesh: Mesh | AbstractMesh | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     """Mean and variance of an array sharded in space, as batch, instance and group norms need them.
 
     Every device adds up its own elements (those of padded tails excluded), one all-reduce adds the
@@ -72,10 +73,12 @@ def moments(
       mesh: else the mesh of ``x``, else the ambient one.
 
     Returns:
-      (mean, var), replicated over the reduced mesh axes. Dims that are cut but not reduced stay cut.
+      (mean, var), replicated over the reduced mesh axes. Dims that are cut but not reduced stay cut;
+      where one of them doesn't divide and the mesh is Explicit, they are ``Padded``.
 
     Raises:
-      ValueError: a dim out of range or given twice, no element to average.
+      ValueError: a dim out of range or given twice, no element to average, a block of a Padded whose
+        place in the whole isn't known.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -95,6 +98,12 @@ def moments(
     dims = tuple(sorted(d % x.ndim for d in dims))
     if len(set(dims)) != len(dims):
         raise ValueError(f"{what}: axis={axis} names a dim twice")
+    typed = explicit_axes(mesh)
+    if typed and isinstance(x, Padded):
+        # A padded dim that an Explicit axis shards: its tail lies on some devices only, so it's cut as well.
+        for d, entry in enumerate(axis_entries(x.array)):
+            if d not in named and entry is not None and x.array.shape[d] != x.logical_shape[d]:
+                named[d] = entry_names(entry)
     array, cuts = cut_dims(x, named, mesh, what)
     logical = (
         x.logical_shape
@@ -102,7 +111,6 @@ def moments(
         else tuple(cuts[d].size if d in cuts else s for d, s in enumerate(array.shape))
     )
     entries: list[Any] = [None] * x.ndim
-    typed = explicit_axes(mesh)
     if typed:
         entries = axis_entries(array)
     for dim, cut in cuts.items():
@@ -111,20 +119,32 @@ def moments(
     count = math.prod(logical[d] for d in dims)
     if not count:
         raise ValueError(f"{what}: no elements to average over dims {dims} of shape {logical}; the batch is empty")
+    tails = [(d, logical[d]) for d, s in enumerate(array.shape) if d not in cuts and s != logical[d]]
+    for d, size in tails:
+        if array.shape[d] < size:
+            raise ValueError(
+                f"{what}: dim {d} holds {array.shape[d]} of the {size} elements of shape {logical} here, and spatial_axes "
+                "doesn't say which; name the mesh axis that cuts it, or give the shape of what is here"
+            )
     over = [a for d, c in cuts.items() if d in dims for a in c.axes]
     over += [a for d in dims if d not in cuts for a in entry_names(entries[d])]
     sums = _Sums(
         axis=dims,
         cuts=tuple(cuts.items()),
+        tails=tuple(tails),
         count=count,
         reduce_axes=tuple(over),
         keepdims=keepdims,
         fast_variance=fast_variance,
         dtype=jnp.promote_types(x.dtype if dtype is None else dtype, jnp.float32),
     )
+    here = {d: array.shape[d] for d, c in cuts.items() if c.manual}  # of these dims, blocks come and go
+    kept_dims = [d for d in range(x.ndim) if keepdims or d not in dims]
+    stop = tuple(1 if d in dims else here.get(d, logical[d]) for d in kept_dims)
     manual = {a for e in entries for a in entry_names(e)} | set(typed)
     if all(c.manual for c in cuts.values()) and not typed:
-        return _local_moments(sums, array)
+        mean, var = _local_moments(sums, array)
+        return _of_shape(mean, stop), _of_shape(var, stop)
     kept = [e for d, e in enumerate(entries) if d not in dims]
     if keepdims:
         kept = [None if d in dims else e for d, e in enumerate(entries)]
@@ -139,11 +159,15 @@ def moments(
         in_manual_region(),
     )
     mean, var = _run(region, array)
-    uneven_kept = [d for d, c in cuts.items() if d not in dims and c.size % c.shards and not c.manual]
-    if uneven_kept:
-        shape = [1 if d in dims else logical[d] for d in range(x.ndim) if keepdims or d not in dims]
-        mean, var = (lax.slice(m, (0,) * m.ndim, shape) for m in (mean, var))
-    return mean, var
+    uneven = {a for d, c in cuts.items() if d not in dims and c.size % c.shards and not c.manual for a in c.axes}
+    if uneven & set(typed):
+        return Padded(mean, stop), Padded(var, stop)
+    return _of_shape(mean, stop), _of_shape(var, stop)
+
+
+def _of_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Without the padded tails."""
+    return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,16 +204,22 @@ def _run(region: _Region, x: Array) -> tuple[Array, Array]:
 def _local_moments(sums: _Sums, x: Array, *where: Array) -> tuple[Array, Array]:
     cuts = dict(sums.cuts)
     at = read_indices(cuts, list(cuts), where)
-    x = x.astype(sums.dtype)
 
-    def total(values: Array) -> Array:
+    def cleared(values: Array) -> Array:
         for (dim, cut), index in zip(sums.cuts, at, strict=True):
             values = clear_tail(values, cut.size, cut.shards, index, dim)
+        for dim, size in sums.tails:
+            values = clear_tail(values, size, 1, 0, dim)
+        return values
+
+    def total(values: Array) -> Array:
         return values.sum(sums.axis, keepdims=True)
 
     def reduced(values: Array) -> Array:
         return lax.psum(values, sums.reduce_axes) if sums.reduce_axes else values
 
+    # Cleared before anything else, too: a NaN in a tail would come back through the derivative of its square.
+    x = cleared(x.astype(sums.dtype))
     if sums.fast_variance:
         first, second = total(x), total(_abs_squared(x))
         both = reduced(jnp.stack([first, second.astype(first.dtype)]))
@@ -197,7 +227,7 @@ def _local_moments(sums: _Sums, x: Array, *where: Array) -> tuple[Array, Array]:
         var = jnp.maximum(square - _abs_squared(mean), 0)
     else:
         mean = reduced(total(x)) / sums.count
-        var = reduced(total(_abs_squared(x - mean))) / sums.count
+        var = reduced(total(cleared(_abs_squared(x - mean)))) / sums.count
     if not sums.keepdims:
         mean, var = (m.reshape([s for d, s in enumerate(m.shape) if d not in sums.axis]) for m in (mean, var))
     return mean, var

@@ -1,0 +1,155 @@
+"""Single nnx layers, each with an input that suits it, and what a layer does: the oracle's side of the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import numpy as jnp
+
+import shardkit as sk
+
+F64 = jnp.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase:
+    """``make(rngs)`` gives a layer for an input of ``shape``, whose W (or other dims) are cut over ``mesh``."""
+
+    make: Callable[[nnx.Rngs], nnx.Module]
+    shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...] = (("sp", 4),)
+    dims: tuple[tuple[str, str], ...] = (("sp", "W"),)
+    batch_axis: str | None = None
+
+    def build(self) -> nnx.Module:
+        return randomized(self.make(nnx.Rngs(0)))
+
+    def operand(self) -> np.ndarray:
+        return np.random.default_rng(1).normal(size=self.shape) + 0.5
+
+    def plan(self) -> sk.ConvParallel:
+        return sk.ConvParallel(dict(self.dims))
+
+    def placements(self) -> dict:
+        placed = {a: sk.Shard(len(self.shape) - 2 - "WHD".index(d)) for a, d in self.dims}
+        return placed | ({self.batch_axis: sk.Shard(0)} if self.batch_axis else {})
+
+
+def randomized(model: nnx.Module, seed: int = 7) -> nnx.Module:
+    """Every parameter and statistic a random f64 number (biases aren't zero, scales not one, variances positive)."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(model, (nnx.Param, nnx.BatchStat))
+    new = jax.tree.map(lambda a: jnp.asarray(0.5 + rng.uniform(size=a.shape), F64), state)
+    nnx.update(model, new)
+    return model
+
+
+def outcome(model: nnx.Module, x: Any, cotangent: Any):
+    """(output, parameter gradients, input gradient, statistics afterwards) of one jitted pass, and its program."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params, x):
+        merged = nnx.merge(graph, params, rest)
+        y = merged(x)
+        return y, nnx.state(merged, nnx.BatchStat)
+
+    @jax.jit
+    def run(params, x, cotangent):
+        y, pull, statistics = jax.vjp(forward, params, x, has_aux=True)
+        return y, *pull(cotangent), statistics
+
+    compiled = run.lower(params, x, cotangent).compile()
+    return compiled(params, x, cotangent), compiled.as_text()
+
+
+def conv(*arguments, **keywords):
+    return lambda rngs: nnx.Conv(*arguments, **keywords, param_dtype=F64, rngs=rngs)
+
+
+def up(*arguments, **keywords):
+    return lambda rngs: nnx.ConvTranspose(*arguments, **keywords, param_dtype=F64, rngs=rngs)
+
+
+def batch_norm(features, **keywords):
+    return lambda rngs: nnx.BatchNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+
+
+def group_norm(features, **keywords):
+    return lambda rngs: nnx.GroupNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+
+
+def instance_norm(features, **keywords):
+    return lambda rngs: nnx.InstanceNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+
+
+SP2, SP8, DPSP, GRID = (("sp", 2),), (("sp", 8),), (("dp", 2), ("sp", 4)), (("sh", 2), ("sw", 4))
+HW = (("sh", "H"), ("sw", "W"))
+
+LAYERS = {
+    # Every spelling of padding that Flax has.
+    "conv SAME": LayerCase(conv(2, 3, (3, 3)), (2, 4, 13, 2)),
+    "conv VALID": LayerCase(conv(2, 3, 3, padding="VALID"), (2, 13, 2), SP8),
+    "conv CIRCULAR, even kernel": LayerCase(conv(2, 3, (3, 4), padding="CIRCULAR"), (2, 4, 13, 2)),
+    "conv CIRCULAR, dilated": LayerCase(conv(2, 3, 3, padding="CIRCULAR", kernel_dilation=2), (2, 5, 2)),
+    "conv REFLECT": LayerCase(conv(2, 3, 4, padding="REFLECT"), (2, 13, 2)),
+    "conv REFLECT, as wide as it may be": LayerCase(conv(2, 3, 9, padding="REFLECT"), (2, 5, 2)),
+    "conv CAUSAL": LayerCase(conv(2, 3, 3, padding="CAUSAL", kernel_dilation=2), (2, 13, 2)),
+    "conv int padding": LayerCase(conv(2, 3, (3, 3), padding=2), (2, 3, 13, 2)),
+    "conv padding, an int a dim": LayerCase(conv(2, 3, (3, 3), padding=[0, 2]), (2, 3, 13, 2)),
+    "conv pairs": LayerCase(conv(2, 3, (3, 3), padding=[(0, 1), (3, 0)]), (2, 3, 13, 2)),
+    # The rest of a convolution.
+    "conv strides": LayerCase(conv(2, 3, (3, 4), strides=(1, 3)), (2, 4, 13, 2)),
+    "conv one stride for all": LayerCase(conv(2, 3, (4, 4), strides=2, padding="VALID"), (2, 4, 29, 2)),
+    "conv groups": LayerCase(conv(4, 6, 3, feature_group_count=2), (2, 13, 4), DPSP, batch_axis="dp"),
+    "conv input dilation": LayerCase(conv(2, 3, 3, input_dilation=2, padding=2), (2, 13, 2)),
+    "conv mask, no bias": LayerCase(conv(2, 3, 3, mask=jnp.arange(18.0).reshape(3, 2, 3) % 2, use_bias=False), (2, 13, 2)),
+    "conv several batch dims": LayerCase(conv(2, 3, 3), (2, 3, 13, 2)),
+    "conv no batch dim": LayerCase(conv(2, 3, (3, 3)), (4, 13, 2)),
+    "conv padded batch dim among several": LayerCase(conv(2, 3, 3), (3, 2, 13, 2), DPSP, batch_axis="dp"),
+    "conv H and W": LayerCase(conv(2, 3, (3, 3)), (2, 5, 13, 2), GRID, HW),
+    "conv volume": LayerCase(conv(2, 3, (3, 1, 2)), (1, 5, 2, 13, 2), GRID, (("sh", "D"), ("sw", "W"))),
+    # Transposed ones.
+    "up SAME": LayerCase(up(2, 3, (2, 2), strides=2), (2, 3, 13, 2)),
+    "up VALID": LayerCase(up(2, 3, 5, strides=3, padding="VALID"), (2, 13, 2)),
+    "up VALID, two devices": LayerCase(up(2, 3, 3, padding="VALID"), (2, 5, 2), SP2),
+    "up int padding": LayerCase(up(2, 3, (3, 3), strides=(1, 2), padding=1), (2, 3, 13, 2)),
+    "up pairs": LayerCase(up(2, 3, 3, strides=2, padding=[(2, 0)]), (2, 13, 2)),
+    "up CIRCULAR, odd kernel": LayerCase(up(2, 3, 3, strides=2, padding="CIRCULAR"), (2, 13, 2)),
+    "up CIRCULAR, even kernel": LayerCase(up(2, 3, (2, 4), strides=(1, 2), padding="CIRCULAR"), (2, 3, 13, 2)),
+    "up CIRCULAR, transposed even kernel": LayerCase(
+        up(2, 3, 4, strides=3, padding="CIRCULAR", transpose_kernel=True), (2, 13, 2)
+    ),
+    "up CIRCULAR, kernel longer than the circle": LayerCase(
+        up(2, 3, 4, strides=1, padding="CIRCULAR", kernel_dilation=2), (2, 5, 2)
+    ),
+    "up transposed kernel, mask": LayerCase(
+        up(2, 3, 4, strides=2, transpose_kernel=True, mask=jnp.arange(24.0).reshape(4, 3, 2) % 3), (2, 13, 2)
+    ),
+    "up dilated, no bias": LayerCase(up(2, 3, 3, strides=2, kernel_dilation=2, use_bias=False), (2, 13, 2)),
+    "up several batch dims": LayerCase(up(2, 3, 3, strides=2), (2, 3, 13, 2)),
+    "up no batch dim, H and W": LayerCase(up(2, 3, (3, 2), strides=2), (5, 13, 2), GRID, HW),
+    # Norms.
+    "batch norm": LayerCase(batch_norm(2), (4, 3, 13, 2), DPSP, batch_axis="dp"),
+    "batch norm, exact variance": LayerCase(batch_norm(2, use_fast_variance=False, momentum=0.5), (2, 3, 13, 2)),
+    "batch norm, frozen": LayerCase(batch_norm(2, use_running_average=True), (2, 3, 13, 2)),
+    "batch norm, neither scale nor bias": LayerCase(batch_norm(2, use_scale=False, use_bias=False), (2, 13, 2), SP8),
+    "batch norm, H and W": LayerCase(batch_norm(2), (2, 5, 13, 2), GRID, HW),
+    "batch norm, padded batch": LayerCase(
+        batch_norm(2, use_fast_variance=False), (3, 13, 2), DPSP, batch_axis="dp"
+    ),
+    "group norm": LayerCase(group_norm(4, num_groups=2), (2, 3, 13, 4)),
+    "group norm, group size, exact variance": LayerCase(
+        group_norm(6, num_groups=None, group_size=2, use_fast_variance=False), (4, 13, 6), DPSP, batch_axis="dp"
+    ),
+    "group norm, H and W, no scale": LayerCase(group_norm(4, num_groups=2, use_scale=False), (2, 5, 13, 4), GRID, HW),
+    "group norm, padded batch": LayerCase(group_norm(4, num_groups=2), (3, 13, 4), DPSP, batch_axis="dp"),
+    "instance norm": LayerCase(instance_norm(3), (4, 3, 13, 3), DPSP, batch_axis="dp"),
+    "instance norm, exact variance": LayerCase(
+        instance_norm(3, use_fast_variance=False, use_bias=False), (2, 13, 3), SP2
+    ),
+}

@@ -1,0 +1,267 @@
+"""Every nnx layer that parallelize knows, on one device and sharded in space: the same in everything it does."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax import numpy as jnp
+
+import shardkit as sk
+from shardkit.inspect.collectives import read_collectives
+from shardkit.parallel.nnx_layers import circular_transpose_padding
+from tests.parallel.layer_cases import F64, LAYERS, LayerCase, conv, outcome, randomized
+
+SP4 = {"sp": 4}
+
+
+def assert_close(got, want, tolerance=1e-9):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, np.abs(want).max()))
+
+
+def assert_states_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), (_, b) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
+        assert a[...].dtype == b[...].dtype, path
+        assert_close(a[...], b[...])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sharded_layer_equals_the_plain_one(name):
+    """Output, both gradients and running statistics; Padded in, Padded out; nothing gathered."""
+    case = LAYERS[name]
+    mesh = sk.make_mesh(dict(case.mesh))
+    x = case.operand()
+    cotangent = np.random.default_rng(2).normal(size=jax.eval_shape(lambda x: case.build()(x), x).shape)
+    (want, want_params, want_x, want_stats), _ = outcome(case.build(), x, cotangent)
+
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    pad = lambda a: sk.shard_tensor(a, case.placements(), mesh, uneven="pad")  # noqa: E731
+    (got, params, grad_x, stats), program = outcome(layer, pad(x), pad(cotangent))
+
+    assert isinstance(got, sk.Padded)
+    assert sk.placements(got) == sk.placements(grad_x) == sk.Layout(mesh, case.placements()).placements
+    assert_close(got, want)
+    assert_close(grad_x, want_x)
+    assert_states_close(params, want_params)
+    assert_states_close(stats, want_stats)
+
+    report = read_collectives(program, mesh)
+    assert report.count("all_gather") == 0, str(report)
+    assert report.count("all_to_all") == 0, str(report)
+    # The only sums are those of parameter gradients and of statistics (two numbers a feature and image).
+    parameters = sum(a.nbytes for a in jax.tree.leaves(want_params))
+    limit = max(parameters, 2 * x.shape[0] * x.shape[-1] * 8)
+    assert all(e.result_bytes <= limit for e in report if e.kind == "all_reduce"), str(report)
+
+
+def test_the_table_covers_every_layer_there_is():
+    from shardkit.parallel.nnx_layers import SPATIAL_LAYERS
+
+    assert {type(case.make(nnx.Rngs(0))) for case in LAYERS.values()} == set(SPATIAL_LAYERS)
+
+
+@pytest.mark.parametrize("name", ["conv strides", "up CIRCULAR, even kernel", "batch norm", "group norm", "instance norm"])
+@pytest.mark.parametrize("kind", ["eager", "jit"])
+def test_plain_arrays_of_uneven_size_give_plain_arrays(name, kind):
+    case = LAYERS[name]
+    layer = sk.parallelize(case.build(), {"**": case.plan()}, sk.make_mesh(dict(case.mesh)))
+    got = layer(case.operand()) if kind == "eager" else nnx.jit(lambda m, x: m(x))(layer, case.operand())
+    assert isinstance(got, jax.Array)
+    assert_close(got, case.build()(case.operand()))
+
+
+def test_a_plain_even_array_stays_sharded():
+    mesh = sk.make_mesh(SP4)
+    layer = sk.parallelize(LAYERS["conv SAME"].build(), {"": sk.ConvParallel()}, mesh)
+    out = nnx.jit(lambda m, x: m(x))(layer, sk.shard_tensor(np.ones((2, 4, 16, 2)), {"sp": sk.Shard(2)}, mesh))
+    assert sk.placements(out) == (sk.Shard(2),)
+
+
+@pytest.mark.parametrize("name", ["batch norm, exact variance", "batch norm", "group norm", "instance norm"])
+def test_garbage_in_padded_tails_never_shows(name):
+    case = LAYERS[name]
+    mesh = sk.make_mesh(dict(case.mesh))
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    clean = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+    tail = (np.arange(clean.array.shape[-2]) >= clean.shape[-2])[:, None]
+    dirty = sk.Padded(jnp.where(tail, jnp.nan, clean.array), clean.logical_shape)
+    cotangent = sk.shard_tensor(np.ones(case.shape), case.placements(), mesh, uneven="pad")
+    (want, want_params, want_x, _), _ = outcome(layer, clean, cotangent)
+    (got, params, grad_x, _), _ = outcome(layer, dirty, cotangent)
+    assert_close(got, want)
+    assert_close(grad_x, want_x)
+    assert_states_close(params, want_params)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_of_low_precision_has_the_dtypes_of_flax(dtype, affine):
+    make = lambda: nnx.BatchNorm(3, dtype=dtype, use_scale=affine, use_bias=affine, rngs=nnx.Rngs(0))  # noqa: E731
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 13, 3)), jnp.bfloat16)
+    plain, sharded = make(), sk.parallelize(make(), {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    want, got = plain(x), sharded(x)
+    assert got.dtype == want.dtype
+    assert sharded.mean[...].dtype == plain.mean[...].dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=3e-2)
+    np.testing.assert_allclose(sharded.var[...], plain.var[...], rtol=1e-5)
+
+
+def test_batch_norm_switches_between_training_and_evaluation():
+    case = LAYERS["batch norm"]
+    mesh = sk.make_mesh(dict(case.mesh))
+    plain, sharded = case.build(), sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    x = case.operand()
+    for model in (plain, sharded):
+        model(x)
+        model.eval()
+    assert_close(sharded(x), plain(x))
+    assert_states_close(nnx.state(sharded), nnx.state(plain))
+    assert_close(sharded(x, use_running_average=False), plain(x, use_running_average=False))
+    assert_states_close(nnx.state(sharded), nnx.state(plain))
+
+
+def test_batch_norm_that_was_never_told_says_so_as_flax_does():
+    layer = nnx.BatchNorm(2, use_running_average=None, rngs=nnx.Rngs(0))
+    layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    with pytest.raises(ValueError, match="No `use_running_average` argument was provided"):
+        layer(np.ones((2, 8, 2), np.float32))
+
+
+def test_frozen_batch_norm_communicates_nothing():
+    case = LAYERS["batch norm, frozen"]
+    mesh = sk.make_mesh(dict(case.mesh))
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    x = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+    assert sk.collectives(lambda x: layer(x), x, mesh=mesh).by_kind() == {}
+
+
+@pytest.mark.parametrize(("name", "count"), [("batch norm, neither scale nor bias", 1), ("group norm", 1), ("instance norm, exact variance", 2)])
+def test_norms_sum_as_little_as_possible(name, count):
+    case = LAYERS[name]
+    mesh = sk.make_mesh(dict(case.mesh))
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    x = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+    graph, state = nnx.split(layer)
+    report = sk.collectives(lambda state, x: nnx.merge(graph, state)(x), state, x, mesh=mesh)
+    assert report.by_kind() == {"all_reduce": count}, str(report)
+
+
+# --- layers that can't run sharded --------------------------------------------------------------------------
+
+
+def own_function(*arguments, **keywords):
+    return jax.lax.conv_general_dilated(*arguments, **keywords)
+
+
+CANNOT = {
+    "own convolution": (
+        conv(2, 3, 3, conv_general_dilated=own_function),
+        {},
+        r"layer '' \(Conv\) runs unsharded: it has its own conv_general_dilated function, which knows nothing of halos",
+    ),
+    "REFLECT wider than the image": (
+        conv(2, 3, 11, padding="REFLECT"),
+        {},
+        r"layer '' \(Conv\) runs unsharded: REFLECT padding for a kernel covering \[11\] repeats more than the \(5,\)",
+    ),
+    "batch norm with a mask": (
+        lambda rngs: nnx.BatchNorm(2, param_dtype=F64, rngs=rngs),
+        {"mask": np.arange(5)[:, None] < 3},
+        r"layer '' \(BatchNorm\) runs unsharded: it was called with a mask",
+    ),
+    "instance norm with a mask": (
+        lambda rngs: nnx.InstanceNorm(2, param_dtype=F64, rngs=rngs),
+        {"mask": np.arange(5)[:, None] < 3},
+        r"layer '' \(InstanceNorm\) runs unsharded: it was called with a mask",
+    ),
+    "batch norm of another dim": (
+        lambda rngs: nnx.BatchNorm(2, axis=0, param_dtype=F64, rngs=rngs),
+        {},
+        r"layer '' \(BatchNorm\) runs unsharded: its features are in dim 0, not the last",
+    ),
+    "group norm over its own axes": (
+        lambda rngs: nnx.GroupNorm(2, num_groups=1, reduction_axes=(0, 1, 2), param_dtype=F64, rngs=rngs),
+        {},
+        r"layer '' \(GroupNorm\) runs unsharded: it has its own reduction_axes=\(0, 1, 2\)",
+    ),
+    "instance norm of other dims": (
+        lambda rngs: nnx.InstanceNorm(2, feature_axes=0, param_dtype=F64, rngs=rngs),
+        {},
+        r"layer '' \(InstanceNorm\) runs unsharded: its features are in dims 0, not the last",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_cannot_run_sharded_runs_whole_and_says_why(name, padded):
+    make, arguments, message = CANNOT[name]
+    case = LayerCase(make, (2, 5, 2))
+    mesh = sk.make_mesh(SP4)
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    x = case.operand()
+    given = sk.shard_tensor(x, case.placements(), mesh, uneven="pad") if padded else x
+    with pytest.warns(UserWarning, match=message):
+        got = layer(given, **arguments)
+    assert_close(got, case.build()(x, **arguments))
+
+
+def test_out_sharding_is_left_to_flax():
+    mesh = sk.make_mesh(SP4)
+    layer = sk.parallelize(LAYERS["conv VALID"].build(), {"": sk.ConvParallel()}, mesh)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="it was called with out_sharding="):
+        got = jax.eval_shape(lambda x: layer(x, out_sharding=jax.sharding.PartitionSpec()), np.ones((2, 13, 2)))
+    assert got.shape == (2, 11, 3)
+
+
+def test_a_norm_that_reduces_over_its_own_axis_says_so():
+    layer = nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))
+    layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    x = np.random.default_rng(0).normal(size=(3, 2, 5, 2)).astype(np.float32)
+    with pytest.warns(UserWarning, match="it reduces over axis_name='batch' itself"):
+        jax.vmap(layer, axis_name="batch")(x)
+
+
+def test_masks_of_the_wrong_shape_are_refused():
+    for make in (nnx.Conv, nnx.ConvTranspose):
+        layer = make(2, 3, 3, mask=jnp.ones((3, 2)), rngs=nnx.Rngs(0))
+        layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+        with pytest.raises(ValueError, match=r"mask of shape \(3, 2\) for a kernel of shape \(3, 2, 3\)"):
+            layer(np.ones((2, 8, 2), np.float32))
+
+
+def test_causal_padding_of_images_is_refused_as_flax_does():
+    layer = sk.parallelize(nnx.Conv(2, 3, (3, 3), padding="CAUSAL", rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    with pytest.raises(ValueError, match="only implemented for 1D"):
+        layer(np.ones((2, 8, 8, 2), np.float32))
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_circular_transpose_padding(size, kernel, stride, transposed):
+    """size * stride outputs, each tap of each element where Flax adds it up (an integer table, no arrays)."""
+    period = size * stride
+    low, high = circular_transpose_padding(size, kernel, stride, transposed)
+    assert (size - 1) * stride + 1 + low + high - kernel + 1 == period
+    assert min(low, high) > -period
+    # Flax: the VALID outputs, tap t of element i at i * stride + (kernel - 1) - t, padded to whole periods.
+    valid = period + max(kernel - stride, 0)
+    left = (-(valid - period) % (2 * period) + (0 if transposed else 1)) // 2
+    for tap in range(kernel):
+        assert (low - tap - (kernel - 1 - tap + left)) % period == 0
+
+
+def test_the_helper_makes_numbers_that_matter():
+    """Biases that are zero or scales that are one would hide mistakes."""
+    state = nnx.state(randomized(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
+    values = [np.asarray(a) for a in jax.tree.leaves(state)]
+    assert all(v.dtype == np.float64 and v.min() > 0.4 and len(np.unique(v)) == v.size for v in values)
