@@ -13,7 +13,7 @@ from jax import lax
 from shardkit.arrays import Padded
 from shardkit.meshes import resolve_mesh
 from shardkit.spatial.conv_local import LocalConv, halo_bytes
-from shardkit.spatial.operands import Cut, as_array, cut_dims, padded_shape, parse_spatial_axes
+from shardkit.spatial.operands import Cut, as_array, clear_tails, cut_dims, padded_shape, parse_spatial_axes
 from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
 
 METHODS = ("auto", "concat")
@@ -96,6 +96,8 @@ def read_conv(
             f"of size {batch_cut.shards} doesn't divide it, or batch_group_count={batch_group_count} mixes it; "
             "leave it out of spatial_axes"
         )
+    if isinstance(lhs, Padded):
+        array = _fit_padded(array, logical, cuts, numbers, batch_group_count, what)
     windows = _windows(logical, rhs.shape, numbers, window_strides, padding, lhs_dilation, rhs_dilation, what)
     modes = _modes(padding_mode, numbers, letters, what)
     _check_sizes(windows, modes, what)
@@ -148,6 +150,25 @@ def _logical_shape(lhs: Any, array: Any, cuts: dict[int, Cut]) -> tuple[int, ...
     if isinstance(lhs, Padded):
         return lhs.logical_shape
     return tuple(cuts[d].size if d in cuts else s for d, s in enumerate(array.shape))
+
+
+def _fit_padded(array, logical: tuple[int, ...], cuts: dict[int, Cut], numbers, batch_groups: int, what: str):
+    """Of a Padded's array: the named dims in whole blocks, a padded batch cleared, all else as it counts."""
+    batch = numbers.lhs_spec[0]
+    for dim, (held, size) in enumerate(zip(array.shape, logical, strict=True)):
+        cut = cuts.get(dim)
+        if held == size or (cut is not None and (cut.manual or held == cut.block * cut.shards)):
+            continue
+        if held < size:
+            raise ValueError(
+                f"{what}: dim {dim} holds {held} of the {size} elements of shape {logical} here, and spatial_axes "
+                "doesn't say which; name the mesh axis that cuts it"
+            )
+        if dim == batch and batch_groups == 1 and cut is None:
+            array = clear_tails(array, logical, [dim])  # kept in whole blocks, so that the result is too
+        else:
+            array = lax.slice_in_dim(array, 0, size, axis=dim)
+    return array
 
 
 def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_groups: int, what: str) -> None:

@@ -130,6 +130,17 @@ def cut_dims(
     return array, cuts
 
 
+def clear_tails(array: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
+    """Zeros at and beyond ``shape`` in ``dims`` of a whole array: elementwise, so nothing moves."""
+    sharding = jax.typeof(array).sharding
+    typed = bool(explicit_axes(sharding.mesh))
+    for dim in dims:
+        if array.shape[dim] > shape[dim]:
+            position = jax.lax.broadcasted_iota(np.int32, array.shape, dim, out_sharding=sharding if typed else None)
+            array = jax.numpy.where(position < shape[dim], array, jax.numpy.zeros((), array.dtype))
+    return array
+
+
 def padded_shape(shape: Sequence[int], cuts: Mapping[int, Cut]) -> tuple[int, ...]:
     """The array shape the region takes: whole blocks in every cut dim, blocks as they are inside one."""
     return tuple(

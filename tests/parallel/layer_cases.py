@@ -54,7 +54,7 @@ def outcome(model: nnx.Module, x: Any, cotangent: Any):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def forward(params, x):
-        merged = nnx.merge(graph, params, rest)
+        merged = nnx.merge(graph, params, jax.tree.map(lambda a: a, rest))  # Variables of this trace, not the outer one
         y = merged(x)
         return y, nnx.state(merged, nnx.BatchStat)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 
 import jax
@@ -281,6 +282,33 @@ def test_garbage_in_padded_tails_never_shows():
     assert not np.asarray(grad)[:, :, tail].any()
 
 
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_other_padded_dims_count_as_they_should(axis_types):
+    """A batch of 3 over 2 devices and rows of 5 over 2: padded, not named, and full of NaN beyond."""
+    mesh = sk.make_mesh({"dp": 2, "sp": 4}, axis_types=axis_types)
+    case = Case((("dp", 2), ("sp", 4)), (("sp", "W"),), "NHWC", "HWIO", (5, 13), (3, 3), batch=3)
+    x, kernel = case.operands()
+    for placed in ({"dp": sk.Shard(0), "sp": sk.Shard(2)}, {"dp": sk.Shard(1), "sp": sk.Shard(2)}):
+        if axis_types == "explicit" and placed["dp"] == sk.Shard(1):
+            continue  # there an axis that cuts a spatial dim has to be named
+        clean = sk.shard_tensor(x, placed, mesh, uneven="pad")
+        inside = np.zeros(clean.array.shape, bool)
+        inside[tuple(slice(0, n) for n in x.shape)] = True
+        dirty = sk.Padded(jnp.where(sk.shard_tensor(inside, placed, mesh), clean.array, jnp.nan), x.shape)
+
+        def loss(x, kernel):
+            return jnp.sum(jnp.tanh(case.ring(mesh)(x, kernel).value))
+
+        with jax.set_mesh(mesh) if axis_types == "explicit" else contextlib.nullcontext():
+            out = jax.jit(case.ring(mesh))(dirty, kernel)
+            grad_x, grad_kernel = jax.jit(jax.grad(loss, (0, 1)))(dirty, kernel)
+        want = jax.grad(lambda x, k: jnp.sum(jnp.tanh(case.reference(x, k))), (0, 1))(x, kernel)
+        np.testing.assert_allclose(np.asarray(out), case.reference(x, kernel), atol=1e-10)
+        np.testing.assert_allclose(np.asarray(grad_x), want[0], atol=1e-10)
+        np.testing.assert_allclose(grad_kernel, want[1], atol=1e-10)
+        assert not np.asarray(grad_x.array)[~inside].any()
+
+
 # --- inside manual regions ----------------------------------------------------------------------------------
 
 
@@ -336,6 +364,36 @@ def test_nested_in_a_region_of_another_axis(check_vma):
     want = jax.grad(lambda x, k: jnp.sum(jnp.tanh(case.reference(x, k))), (0, 1))(x, kernel)
     for got, expected in zip(run(x, kernel), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-10)
+
+
+FEATURES = Case((("tp", 2), ("sp", 4)), (("sp", "W"),), "NHWC", "HWIO", (4, 16), (3, 3), features=(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "groups", "feature_axis", "kinds"),
+    [
+        ({}, {"tp": sk.Shard(3)}, 1, "tp", {"collective_permute": 2}),  # columns: output features stay cut
+        ({"tp": sk.Shard(3)}, {"tp": sk.Shard(2)}, 1, None, {"collective_permute": 2, "all_reduce": 1}),
+        ({"tp": sk.Shard(3)}, {}, 1, None, {"collective_permute": 2, "all_reduce": 1}),
+        ({"tp": sk.Shard(3)}, {}, 2, "tp", {"collective_permute": 2}),  # each device has its own groups
+    ],
+)
+def test_explicit_feature_axes_stay_as_they_are(image, kernel, groups, feature_axis, kinds):
+    case = dataclasses.replace(FEATURES, feature_groups=groups)
+    mesh = case.make_mesh("explicit")
+    x, k = case.operands()
+    args = (sk.shard_tensor(x, image | {"sp": sk.Shard(2)}, mesh), sk.shard_tensor(k, kernel, mesh))
+    with jax.set_mesh(mesh):
+        run = jax.jit(case.ring())
+        out = run(*args)
+        grads = jax.jit(jax.grad(lambda x, k: jnp.sum(jnp.tanh(case.ring()(x, k))), (0, 1)))(*args)
+        report = sk.collectives(run, *args)
+    assert out.sharding.spec == P(None, None, "sp", feature_axis)
+    np.testing.assert_allclose(out, case.reference(x, k), atol=1e-10)
+    want = jax.grad(lambda x, k: jnp.sum(jnp.tanh(case.reference(x, k))), (0, 1))(x, k)
+    for got, expected in zip(grads, want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-10)
+    assert report.by_kind() == kinds
 
 
 def test_batch_axis_may_be_named():
