@@ -72,7 +72,7 @@ class _Parsed:
 
     placements: tuple[Placement, ...]
     order: tuple[tuple[int, tuple[str, ...]], ...]  # dim -> axes, major first, where not mesh order
-    ndim: int | None
+    ndim: int | None = dataclasses.field(compare=False)  # what a spec is padded to, not where things live
     reduced: frozenset[str] = frozenset()
 
 

@@ -200,26 +200,20 @@ def _dilate_and_pad(conv: LocalConv, x: Array, padding: list, lhs_dilation: list
 
 def _depthwise(conv: LocalConv, x: Array, kernel: Array) -> Array:
     """A depthwise convolution as shifted products: elementwise, so XLA has nothing to gather."""
-    total = None
-    spatial = conv.rhs_spec[2:]
+    spatial, feature = conv.rhs_spec[2:], conv.lhs_spec[1]
+    products = []
     for tap in itertools.product(*(range(kernel.shape[d]) for d in spatial)):
         starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
-        for dim, at, window in zip(conv.lhs_spec[2:], tap, conv.windows, strict=True):
-            starts[dim] = at * window.window.rhs_dilation
-            count = (x.shape[dim] - window.window.reach) // window.window.stride + 1
-            strides[dim] = window.window.stride
-            limits[dim] = starts[dim] + (count - 1) * strides[dim] + 1
         index: list[Any] = [0] * kernel.ndim
         index[conv.rhs_spec[0]] = slice(None)
-        for dim, at in zip(spatial, tap, strict=True):
-            index[dim] = at
-        weight = lax.broadcast_in_dim(
-            kernel[tuple(index)],
-            [1 if d != conv.lhs_spec[1] else x.shape[d] for d in range(x.ndim)],
-            (conv.lhs_spec[1],),
-        )
-        product = lax.slice(x, starts, limits, strides) * weight.astype(x.dtype)
-        total = product if total is None else total + product
+        for dim, kernel_dim, at, sharded in zip(conv.lhs_spec[2:], spatial, tap, conv.windows, strict=True):
+            window = sharded.window
+            starts[dim], strides[dim], index[kernel_dim] = at * window.rhs_dilation, window.stride, at
+            count = (x.shape[dim] - window.reach) // window.stride + 1
+            limits[dim] = starts[dim] + (count - 1) * window.stride + 1
+        weight = jnp.expand_dims(kernel[tuple(index)], [d for d in range(x.ndim) if d != feature])
+        products.append(lax.slice(x, starts, limits, strides) * weight.astype(x.dtype))
+    total = functools.reduce(jnp.add, products)
     # From the input's order of dims to the output's.
     order = [0] * x.ndim
     for source, target in zip(conv.lhs_spec, conv.out_spec, strict=True):

@@ -123,8 +123,8 @@ def moments(
     for d, size in tails:
         if array.shape[d] < size:
             raise ValueError(
-                f"{what}: dim {d} holds {array.shape[d]} of the {size} elements of shape {logical} here, and spatial_axes "
-                "doesn't say which; name the mesh axis that cuts it, or give the shape of what is here"
+                f"{what}: dim {d} holds {array.shape[d]} of the {size} elements of shape {logical} here, and "
+                "spatial_axes doesn't say which; name the mesh axis that cuts it, or give the shape of what is here"
             )
     over = [a for d, c in cuts.items() if d in dims for a in c.axes]
     over += [a for d in dims if d not in cuts for a in entry_names(entries[d])]

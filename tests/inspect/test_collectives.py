@@ -243,9 +243,9 @@ def test_mesh_of_another_type(auto_mesh):
 def test_arguments_for_a_finished_program(auto_mesh):
     x = array(auto_mesh, "dp", "sp")
     lowered = jax.jit(over_sp(auto_mesh)).lower(x)
-    with pytest.raises(TypeError, match="Lowered, which was made for its own"):
+    with pytest.raises(TypeError, match="a lowered program, which was made for its own"):
         collectives(lowered, x)
-    with pytest.raises(TypeError, match="Compiled, which was made for its own"):
+    with pytest.raises(TypeError, match="a compiled program, which was made for its own"):
         collectives(lowered.compile(), x)
 
 

@@ -43,9 +43,9 @@ class LayerCase:
 def randomized(model: nnx.Module, seed: int = 7) -> nnx.Module:
     """Every parameter and statistic a random f64 number (biases aren't zero, scales not one, variances positive)."""
     rng = np.random.default_rng(seed)
-    state = nnx.state(model, (nnx.Param, nnx.BatchStat))
-    new = jax.tree.map(lambda a: jnp.asarray(0.5 + rng.uniform(size=a.shape), F64), state)
-    nnx.update(model, new)
+    parameters, statistics = nnx.state(model, nnx.Param), nnx.state(model, nnx.BatchStat)
+    nnx.update(model, jax.tree.map(lambda a: jnp.asarray(rng.normal(0.1, 0.3, a.shape), F64), parameters))
+    nnx.update(model, jax.tree.map(lambda a: jnp.asarray(rng.uniform(0.5, 1.5, a.shape), F64), statistics))
     return model
 
 
@@ -107,7 +107,9 @@ LAYERS = {
     "conv one stride for all": LayerCase(conv(2, 3, (4, 4), strides=2, padding="VALID"), (2, 4, 29, 2)),
     "conv groups": LayerCase(conv(4, 6, 3, feature_group_count=2), (2, 13, 4), DPSP, batch_axis="dp"),
     "conv input dilation": LayerCase(conv(2, 3, 3, input_dilation=2, padding=2), (2, 13, 2)),
-    "conv mask, no bias": LayerCase(conv(2, 3, 3, mask=jnp.arange(18.0).reshape(3, 2, 3) % 2, use_bias=False), (2, 13, 2)),
+    "conv mask, no bias": LayerCase(
+        conv(2, 3, 3, mask=jnp.arange(18.0).reshape(3, 2, 3) % 2, use_bias=False), (2, 13, 2)
+    ),
     "conv several batch dims": LayerCase(conv(2, 3, 3), (2, 3, 13, 2)),
     "conv no batch dim": LayerCase(conv(2, 3, (3, 3)), (4, 13, 2)),
     "conv padded batch dim among several": LayerCase(conv(2, 3, 3), (3, 2, 13, 2), DPSP, batch_axis="dp"),
@@ -139,9 +141,7 @@ LAYERS = {
     "batch norm, frozen": LayerCase(batch_norm(2, use_running_average=True), (2, 3, 13, 2)),
     "batch norm, neither scale nor bias": LayerCase(batch_norm(2, use_scale=False, use_bias=False), (2, 13, 2), SP8),
     "batch norm, H and W": LayerCase(batch_norm(2), (2, 5, 13, 2), GRID, HW),
-    "batch norm, padded batch": LayerCase(
-        batch_norm(2, use_fast_variance=False), (3, 13, 2), DPSP, batch_axis="dp"
-    ),
+    "batch norm, padded batch": LayerCase(batch_norm(2, use_fast_variance=False), (3, 13, 2), DPSP, batch_axis="dp"),
     "group norm": LayerCase(group_norm(4, num_groups=2), (2, 3, 13, 4)),
     "group norm, group size, exact variance": LayerCase(
         group_norm(6, num_groups=None, group_size=2, use_fast_variance=False), (4, 13, 6), DPSP, batch_axis="dp"

@@ -54,7 +54,7 @@ def test_sharded_layer_equals_the_plain_one(name):
     assert report.count("all_to_all") == 0, str(report)
     # The only sums are those of parameter gradients and of statistics (two numbers a feature and image).
     parameters = sum(a.nbytes for a in jax.tree.leaves(want_params))
-    limit = max(parameters, 2 * x.shape[0] * x.shape[-1] * 8)
+    limit = parameters + 2 * x.shape[0] * x.shape[-1] * 8  # XLA may join them
     assert all(e.result_bytes <= limit for e in report if e.kind == "all_reduce"), str(report)
 
 
@@ -64,7 +64,9 @@ def test_the_table_covers_every_layer_there_is():
     assert {type(case.make(nnx.Rngs(0))) for case in LAYERS.values()} == set(SPATIAL_LAYERS)
 
 
-@pytest.mark.parametrize("name", ["conv strides", "up CIRCULAR, even kernel", "batch norm", "group norm", "instance norm"])
+@pytest.mark.parametrize(
+    "name", ["conv strides", "up CIRCULAR, even kernel", "batch norm", "group norm", "instance norm"]
+)
 @pytest.mark.parametrize("kind", ["eager", "jit"])
 def test_plain_arrays_of_uneven_size_give_plain_arrays(name, kind):
     case = LAYERS[name]
@@ -139,7 +141,10 @@ def test_frozen_batch_norm_communicates_nothing():
     assert sk.collectives(lambda x: layer(x), x, mesh=mesh).by_kind() == {}
 
 
-@pytest.mark.parametrize(("name", "count"), [("batch norm, neither scale nor bias", 1), ("group norm", 1), ("instance norm, exact variance", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("batch norm, neither scale nor bias", 1), ("group norm", 1), ("instance norm, exact variance", 2)],
+)
 def test_norms_sum_as_little_as_possible(name, count):
     case = LAYERS[name]
     mesh = sk.make_mesh(dict(case.mesh))
@@ -235,7 +240,9 @@ def test_masks_of_the_wrong_shape_are_refused():
 
 
 def test_causal_padding_of_images_is_refused_as_flax_does():
-    layer = sk.parallelize(nnx.Conv(2, 3, (3, 3), padding="CAUSAL", rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    layer = sk.parallelize(
+        nnx.Conv(2, 3, (3, 3), padding="CAUSAL", rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, sk.make_mesh(SP4)
+    )
     with pytest.raises(ValueError, match="only implemented for 1D"):
         layer(np.ones((2, 8, 8, 2), np.float32))
 
@@ -262,6 +269,30 @@ def test_circular_transpose_padding(size, kernel, stride, transposed):
 
 def test_the_helper_makes_numbers_that_matter():
     """Biases that are zero or scales that are one would hide mistakes."""
-    state = nnx.state(randomized(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
-    values = [np.asarray(a) for a in jax.tree.leaves(state)]
-    assert all(v.dtype == np.float64 and v.min() > 0.4 and len(np.unique(v)) == v.size for v in values)
+    for leaf in jax.tree.leaves(nnx.state(randomized(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))):
+        assert leaf.dtype == np.float64
+        assert len(np.unique(leaf)) == leaf.size and not np.isin(leaf, (0, 1)).any()
+
+
+EXPLICIT = [
+    "conv strides",
+    "conv several batch dims",
+    "up SAME",
+    "batch norm",
+    "batch norm, frozen",
+    "group norm",
+    "instance norm",
+]
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_on_an_explicit_mesh(name):
+    case = LAYERS[name]
+    mesh = sk.make_mesh(dict(case.mesh), axis_types="explicit")
+    want = case.build()(case.operand())
+    with jax.set_mesh(mesh):
+        layer = sk.parallelize(case.build(), {"": case.plan()})
+        x = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+        got = nnx.jit(lambda m, x: m(x))(layer, x)
+    assert sk.placements(got) == sk.placements(x)
+    assert_close(got, want)

@@ -31,7 +31,11 @@ from shardkit.parallel.paths import join_path, matches, nearest, takes_everythin
         ("a.b", ["a.b"], ["axb"]),
         ("a+(b)", ["a+(b)"], ["aab"]),
         # A regex names whole paths.
-        (re.compile(r"(enc|dec)/\d+/conv"), ["enc/0/conv", "dec/12/conv"], ["enc/x/conv", "enc/0/conv/b", "mid/0/conv"]),
+        (
+            re.compile(r"(enc|dec)/\d+/conv"),
+            ["enc/0/conv", "dec/12/conv"],
+            ["enc/x/conv", "enc/0/conv/b", "mid/0/conv"],
+        ),
         (re.compile("conv"), ["conv"], ["conv1", "a/conv"]),
         (re.compile("(?i)CONV"), ["conv"], ["norm"]),
     ],
@@ -48,7 +52,7 @@ def test_only_a_last_double_star_takes_whatever_it_can():
 
 @pytest.mark.parametrize("bad", [3, None, b"conv", ("enc", "conv")])
 def test_a_pattern_is_a_string_or_a_regex(bad):
-    with pytest.raises(TypeError, match="path patterns .strings. or compiled regexes, got"):
+    with pytest.raises(TypeError, match=r"path patterns .strings. or compiled regexes, got"):
         matches(bad, "conv")
 
 

@@ -67,7 +67,7 @@ def test_missing_dims():
         ((3,), TypeError, "a mesh axis is a name or a tuple of names, got 3"),
         ((("sp", 1),), TypeError, "a mesh axis is a name or a tuple of names"),
         (({1: "W"},), TypeError, "a mesh axis is a name or a tuple of names"),
-        (("sp", "X"), ValueError, "dim='X' is unknown; use \"D\", \"H\", \"W\" or a number"),
+        (("sp", "X"), ValueError, 'dim=\'X\' is unknown; use "D", "H", "W" or a number'),
         (("sp", "C"), ValueError, "dim='C' is unknown"),
         (("sp", 1.5), ValueError, "dim=1.5 is unknown"),
         (("sp", True), ValueError, "dim=True is unknown"),

@@ -197,9 +197,7 @@ def test_gradient_equals_that_of_jnp_without_gathering(fast_variance):
         return jnp.sum(jnp.sin(mean) + jnp.log(var))
 
     def loss(x):
-        return combined(
-            *sk.moments(x, (0, 1, 2), spatial_axes={"sp": "W"}, fast_variance=fast_variance, mesh=mesh)
-        )
+        return combined(*sk.moments(x, (0, 1, 2), spatial_axes={"sp": "W"}, fast_variance=fast_variance, mesh=mesh))
 
     compiled = jax.jit(jax.grad(loss)).lower(padded).compile()
     grad = compiled(padded)
@@ -273,9 +271,7 @@ def test_nested_in_a_region_of_another_axis():
     def local(half):
         return jax.grad(lambda h: jnp.sum(sk.moments(h, (0, 1), spatial_axes={"sp": 1})[1] ** 2))(half)
 
-    got = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
-    )(x)
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))(x)
     alone = jax.grad(lambda h: jnp.sum(h.var((0, 1)) ** 2))
     np.testing.assert_allclose(got, np.concatenate([alone(x[:2]), alone(x[2:])]), atol=1e-10)
 
