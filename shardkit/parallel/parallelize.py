@@ -63,8 +63,8 @@ def parallelize(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"parallelize takes an nnx.Module, got {type(model).__name__}; a linen model can be used through "
-            "flax.nnx.bridge.ToNNX"
+            f"parallelize takes a flax.nnx.Module, got {type(model).__name__}; a linen model needs "
+            "its layers written with flax.nnx first"
         )
     mesh = resolve_mesh(mesh, what="parallelize")
     for key, item in plan.items():

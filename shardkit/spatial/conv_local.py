@@ -16,88 +16,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from typing import Any
 
 import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit._compat import varying_axes
-from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, per_shard, receive
+from shardkit.spatial.conv_groups import grouped_conv
+from shardkit.spatial.conv_spec import LocalConv, kept_whole
+from shardkit.spatial.exchange import Index, clear_tail, cut_span, join, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow, shard_window
 
 Indices = tuple[Index, ...]  # this device's position along the mesh axis of each spatial dim
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalConv:
-    """All that is static about one sharded convolution (hashable, so it can key a compilation cache).
-
-    Attributes:
-      lhs_spec, rhs_spec, out_spec: dims as (batch, feature, *spatial), (out, in, *spatial) and
-        (batch, feature, *spatial), as in ``lax.ConvDimensionNumbers``.
-      windows: one a spatial dim.
-      axes: the mesh axis (or axes) of each spatial dim, None where it isn't sharded.
-      modes: padding mode of each spatial dim.
-      feature_groups, batch_groups, precision, preferred_element_type: as in lax.
-      split_groups: run a grouped convolution as several that XLA can partition: it gathers the
-        whole activation of a grouped one whose batch is sharded over an axis that is left to it
-        (openxla/xla#47945), but not of an ungrouped or depthwise one.
-      sum_over: mesh axes that cut the input features: contributions are summed over them.
-    """
-
-    lhs_spec: tuple[int, ...]
-    rhs_spec: tuple[int, ...]
-    out_spec: tuple[int, ...]
-    windows: tuple[ShardedWindow, ...]
-    axes: tuple[AxisName, ...]
-    modes: tuple[str, ...]
-    feature_groups: int
-    batch_groups: int
-    precision: Any
-    preferred_element_type: Any
-    split_groups: bool = False
-    sum_over: tuple[str, ...] = ()
-
-    def spatial(self):
-        """(array dim of the input, window, mesh axis) for each spatial dim."""
-        return list(zip(self.lhs_spec[2:], self.windows, self.axes, strict=True))
-
-    @property
-    def received(self) -> int:
-        return sum(w.exchange.received for w in self.windows)
-
-    @property
-    def permutes(self) -> int:
-        return sum(w.exchange.permutes for w in self.windows)
-
-
-def halo_bytes(conv: LocalConv, block_shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes a device receives in one forward pass, by the plan alone.
-
-    Dims are exchanged one after the other, so a later dim's halos carry the corners.
-    """
-    shape, total = list(block_shape), 0
-    for dim, window, _ in conv.spatial():
-        others = math.prod(s for d, s in enumerate(shape) if d != dim)
-        total += window.exchange.received * others * itemsize
-        if window.exchange.table is None and _kept_whole(window):
-            shape[dim] += window.exchange.reach_lo + window.exchange.reach_hi
-        else:
-            shape[dim] = window.exchange.length
-    return total
-
-
-def _kept_whole(window: ShardedWindow) -> bool:
-    """The line needs no slicing: where the window starts can be said by the convolution's padding."""
-    return window.exchange.aligned and window.static_phase
-
-
 def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, index: Index) -> Array:
     line = join(x, halos, window.exchange, index, dim)
-    return line if _kept_whole(window) else cut_span(line, window.exchange, index, dim)
+    return line if kept_whole(window) else cut_span(line, window.exchange, index, dim)
 
 
 def _clear(conv: LocalConv, at: Indices, x: Array) -> Array:
@@ -129,7 +64,7 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
     for position, (dim, window, _) in enumerate(conv.spatial()):
         base = window.window.lhs_dilation
         length = line.shape[dim]
-        if _kept_whole(window):
+        if kept_whole(window):
             lo = -(window.exchange.starts[0] * base + window.phases[0])
         elif window.static_phase:
             lo = -window.phases[0]
@@ -146,87 +81,12 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
             lo, base, length = 0, 1, window.dilated_length
         padding.append((lo, window.dilated_length - lo - ((length - 1) * base + 1)))
         dilation.append(base)
-    out = _conv(conv, line, kernel, padding, dilation)
+    out = grouped_conv(conv, line, kernel, padding, dilation)
     for position, window in slices:
         dim = conv.out_spec[2 + position]
         phase = per_shard(window.phases, at[position])
         out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
     return lax.psum(out, conv.sum_over) if conv.sum_over else out
-
-
-def _conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: list) -> Array:
-    numbers = lax.ConvDimensionNumbers(conv.lhs_spec, conv.rhs_spec, conv.out_spec)
-    run = functools.partial(
-        lax.conv_general_dilated,
-        window_strides=[w.window.stride for w in conv.windows],
-        padding=padding,
-        lhs_dilation=lhs_dilation,
-        rhs_dilation=[w.window.rhs_dilation for w in conv.windows],
-        dimension_numbers=numbers,
-        batch_group_count=conv.batch_groups,
-        precision=conv.precision,
-        preferred_element_type=conv.preferred_element_type,
-    )
-    groups = conv.feature_groups
-    if not (conv.split_groups and groups > 1):
-        return run(lhs, rhs, feature_group_count=groups)
-    taps_out, taps_in = conv.rhs_spec[:2]
-    each_in, each_out = rhs.shape[taps_in], rhs.shape[taps_out] // groups
-    taps = math.prod(rhs.shape[d] for d in conv.rhs_spec[2:])
-    if groups <= each_in * each_out * taps:  # whichever takes fewer operations
-        halves = zip(jnp.split(lhs, groups, axis=conv.lhs_spec[1]), jnp.split(rhs, groups, axis=taps_out), strict=True)
-        return lax.concatenate([run(a, b) for a, b in halves], conv.out_spec[1])
-    # Many narrow groups: as depthwise convolutions, one for each pair of features within a group.
-    inputs = [_dilate_and_pad(conv, x, padding, lhs_dilation) for x in _every(lhs, conv.lhs_spec[1], each_in)]
-    outputs = []
-    for kernel in _every(rhs, taps_out, each_out):
-        parts = [_depthwise(conv, x, lax.index_in_dim(kernel, i, taps_in)) for i, x in enumerate(inputs)]
-        outputs.append(functools.reduce(jnp.add, parts))
-    shape = list(outputs[0].shape)
-    shape[conv.out_spec[1]] *= each_out
-    dtype = conv.preferred_element_type or jnp.result_type(lhs, rhs)
-    return jnp.stack(outputs, axis=conv.out_spec[1] + 1).reshape(shape).astype(dtype)
-
-
-def _dilate_and_pad(conv: LocalConv, x: Array, padding: list, lhs_dilation: list) -> Array:
-    """The input as a convolution's windows see it, in at least float32."""
-    config = [(0, 0, 0)] * x.ndim
-    for dim, (lo, hi), dilation in zip(conv.lhs_spec[2:], padding, lhs_dilation, strict=True):
-        config[dim] = (lo, hi, dilation - 1)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
-
-
-def _depthwise(conv: LocalConv, x: Array, kernel: Array) -> Array:
-    """A depthwise convolution as shifted products: elementwise, so XLA has nothing to gather."""
-    spatial, feature = conv.rhs_spec[2:], conv.lhs_spec[1]
-    products = []
-    for tap in itertools.product(*(range(kernel.shape[d]) for d in spatial)):
-        starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
-        index: list[Any] = [0] * kernel.ndim
-        index[conv.rhs_spec[0]] = slice(None)
-        for dim, kernel_dim, at, sharded in zip(conv.lhs_spec[2:], spatial, tap, conv.windows, strict=True):
-            window = sharded.window
-            starts[dim], strides[dim], index[kernel_dim] = at * window.rhs_dilation, window.stride, at
-            count = (x.shape[dim] - window.reach) // window.stride + 1
-            limits[dim] = starts[dim] + (count - 1) * window.stride + 1
-        weight = jnp.expand_dims(kernel[tuple(index)], [d for d in range(x.ndim) if d != feature])
-        products.append(lax.slice(x, starts, limits, strides) * weight.astype(x.dtype))
-    total = functools.reduce(jnp.add, products)
-    # From the input's order of dims to the output's.
-    order = [0] * x.ndim
-    for source, target in zip(conv.lhs_spec, conv.out_spec, strict=True):
-        order[target] = source
-    return lax.transpose(total, order)
-
-
-def _every(x: Array, dim: int, step: int) -> list[Array]:
-    """``x[i::step]`` along ``dim``, for each ``i``."""
-    if step == 1:
-        return [x]
-    split = x.reshape(*x.shape[:dim], -1, step, *x.shape[dim + 1 :])
-    return [lax.index_in_dim(split, i, dim + 1, keepdims=False) for i in range(step)]
 
 
 def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardkit.arrays import Padded, pad_to
 from shardkit.placements import axes_size
 from shardkit.spatial.conv_args import ConvCall
-from shardkit.spatial.conv_local import Indices, LocalConv, local_conv
+from shardkit.spatial.conv_local import Indices, local_conv
+from shardkit.spatial.conv_spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
     Cut,
