@@ -73,13 +73,16 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
             slices.append((position, window))
         else:
             # Every shard's windows begin at another phase of a dilated input: dilate, then slice.
-            config = [(0, 0, 0)] * line.ndim
-            config[dim] = (0, base - 1, base - 1)
-            line = lax.pad(line, jnp.zeros((), line.dtype), config)
+            line = _pad_dilated(line, dim, 0, base - 1, base)
             phase = per_shard(window.phases, at[position])
             line = lax.dynamic_slice_in_dim(line, phase, window.dilated_length, axis=dim)
             lo, base, length = 0, 1, window.dilated_length
-        padding.append((lo, window.dilated_length - lo - ((length - 1) * base + 1)))
+        hi = window.dilated_length - lo - ((length - 1) * base + 1)
+        if base > 1 and (window.window.stride > 1 or window.window.rhs_dilation > 1):
+            # Rare, and XLA's simplifier may swap the operands of such a convolution wrongly and abort
+            # the process where the kernel is larger than the block: hand it a dilated input.
+            line, lo, hi, base = _pad_dilated(line, dim, lo, hi, base), 0, 0, 1
+        padding.append((lo, hi))
         dilation.append(base)
     out = grouped_conv(conv, line, kernel, padding, dilation)
     for position, window in slices:
@@ -87,6 +90,12 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
         phase = per_shard(window.phases, at[position])
         out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
     return lax.psum(out, conv.sum_over) if conv.sum_over else out
+
+
+def _pad_dilated(x: Array, dim: int, lo: int, hi: int, dilation: int) -> Array:
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (lo, hi, dilation - 1)
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
 def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:

@@ -336,7 +336,7 @@ def test_two_patterns_that_fight():
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (lambda x: x, PLAN, "takes an nnx.Module, got function"),
+        (lambda x: x, PLAN, r"takes a flax\.nnx\.Module, got function"),
         (None, {"**": "sp"}, r"the plan for '\*\*' is 'sp'; use a plan object such as sk.ConvParallel"),
         (None, {"**": sk.ConvParallel}, r"the plan for '\*\*' is <class"),
         (None, {3: sk.ConvParallel()}, "path patterns .strings. or compiled regexes, got 3"),
