@@ -19,7 +19,7 @@ from shardkit.parallel.plans import Applied
 from shardkit.spatial.conv import ring_conv
 from shardkit.spatial.conv_transpose import ring_conv_transpose, transpose_padding
 from shardkit.spatial.moments import moments
-from shardkit.spatial.operands import explicit_axes
+from shardkit.spatial.operands import clear_tails
 
 _FLAX_MODES = {"CIRCULAR": "circular", "REFLECT": "reflect"}
 
@@ -81,6 +81,18 @@ def _say_once(layer: Any, reason: str) -> None:
     )
 
 
+def _conv_operands(layer: Any, x: Any) -> tuple[Any, Any, Any]:
+    """Input, (masked) kernel and bias of a convolution in its computation dtype."""
+    kernel = layer.kernel[...]
+    if layer.mask is not None:
+        if layer.mask.shape != layer.kernel_shape:
+            raise ValueError(f"mask of shape {layer.mask.shape} for a kernel of shape {layer.kernel_shape}")
+        kernel = kernel * layer.mask
+    bias = layer.bias[...] if layer.bias is not None else None
+    array, kernel, bias = layer.promote_dtype((_array(x), kernel, bias), dtype=layer.dtype)
+    return _like(x, array), kernel, bias
+
+
 class RingConv(nnx.Conv):
     """``nnx.Conv`` as a ring convolution."""
 
@@ -93,13 +105,7 @@ class RingConv(nnx.Conv):
             return nnx.Conv.__call__(self, _whole(inputs), out_sharding=out_sharding)
         count = len(self.kernel_size)
         x, batch = _with_one_batch_dim(inputs, count)
-        kernel = self.kernel[...]
-        if self.mask is not None:
-            if self.mask.shape != self.kernel_shape:
-                raise ValueError(f"mask of shape {self.mask.shape} for a kernel of shape {self.kernel_shape}")
-            kernel = kernel * self.mask
-        bias = self.bias[...] if self.bias is not None else None
-        array, kernel, bias = self.promote_dtype((_array(x), kernel, bias), dtype=self.dtype)
+        x, kernel, bias = _conv_operands(self, x)
         input_dilation = _per_dim(self.input_dilation, count)
         kernel_dilation = _per_dim(self.kernel_dilation, count)
         padding, mode = _pairs(self.padding, count), "zeros"
@@ -113,7 +119,7 @@ class RingConv(nnx.Conv):
                 raise ValueError("Causal padding is only implemented for 1D convolutions.")
             padding = [((reach[0] - 1) * input_dilation[0], 0)]
         y = ring_conv(
-            _like(x, array),
+            x,
             kernel,
             _per_dim(self.strides, count),
             padding,
@@ -156,14 +162,7 @@ class RingConvTranspose(nnx.ConvTranspose):
     def __call__(self, inputs):
         count = len(self.kernel_size)
         x, batch = _with_one_batch_dim(inputs, count)
-        kernel = self.kernel[...]
-        if self.mask is not None:
-            if self.mask.shape != self.kernel_shape:
-                raise ValueError(f"mask of shape {self.mask.shape} for a kernel of shape {self.kernel_shape}")
-            kernel = kernel * self.mask
-        bias = self.bias[...] if self.bias is not None else None
-        array, kernel, bias = self.promote_dtype((_array(x), kernel, bias), dtype=self.dtype)
-        x = _like(x, array)
+        x, kernel, bias = _conv_operands(self, x)
         strides, dilation = _per_dim(self.strides, count), _per_dim(self.kernel_dilation, count)
         common: dict[str, Any] = {
             "rhs_dilation": dilation,
@@ -242,15 +241,7 @@ def _operands(layer: Any, x: Any, *statistics: Any) -> tuple[Any, ...]:
 
 def _cleared(x: Any) -> Any:
     """Zeros in padded tails: a NaN there would reach the derivatives of scale and statistics as NaN * 0."""
-    if not isinstance(x, Padded):
-        return x
-    array, sharding = x.array, jax.typeof(x.array).sharding
-    typed = bool(explicit_axes(sharding.mesh))
-    for dim, (held, size) in enumerate(zip(array.shape, x.shape, strict=True)):
-        if held > size:
-            position = lax.broadcasted_iota(jnp.int32, array.shape, dim, out_sharding=sharding if typed else None)
-            array = jnp.where(position < size, array, jnp.zeros((), array.dtype))
-    return _like(x, array)
+    return _like(x, clear_tails(x.array, x.shape, range(x.ndim))) if isinstance(x, Padded) else x
 
 
 def _normalize(layer: Any, x: Any, mean: Any, var: Any, scale: Any, bias: Any) -> Any:

@@ -111,7 +111,13 @@ def _matched(pattern: PathPattern, item: ConvParallel, layers: Mapping[str, Any]
         layer = layers[path]
         kind = _kind(layer)
         spatial = len(layer.kernel_size) if hasattr(layer, "kernel_size") else 3
-        if kind is None:
+        if kind is None and isinstance(layer, tuple(SPATIAL_LAYERS)):
+            text = f"{path!r} is a {type(layer).__name__}, a subclass with code of its own: it is left alone"
+            if takes_everything(pattern):
+                warnings.warn(text, UserWarning, stacklevel=3)
+            else:
+                complain(text)
+        elif kind is None:
             if not takes_everything(pattern):
                 complain(
                     f"pattern {pattern!r} matches {path!r}, a {type(layer).__name__}, which ConvParallel doesn't know; "

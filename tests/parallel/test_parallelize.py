@@ -366,3 +366,22 @@ def test_not_strict_warns_and_does_the_rest(pattern, message):
         )
     assert {w.filename for w in caught} == {__file__}  # the warning points at the caller
     assert hasattr(model.up, "shardkit_plan") and not hasattr(model.scale, "shardkit_plan")
+
+
+def test_a_subclass_with_its_own_code_is_left_alone_and_named():
+    class Mine(nnx.Conv):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.mine = Mine(1, 2, (3,), rngs=rngs)
+            self.conv = nnx.Conv(1, 2, (3,), rngs=rngs)
+
+    mesh = sk.make_mesh({"sp": 2})
+    with pytest.warns(UserWarning, match="'mine' is a Mine, a subclass with code of its own"):
+        net = sk.parallelize(Net(nnx.Rngs(0)), {"**": sk.ConvParallel("sp")}, mesh)
+    assert type(net.mine) is Mine
+    assert type(net.conv) is not nnx.Conv
+    with pytest.raises(ValueError, match="'mine' is a Mine"):
+        sk.parallelize(Net(nnx.Rngs(0)), {"mine": sk.ConvParallel("sp")}, mesh)
