@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 from jax import Array, lax
@@ -78,9 +79,11 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
             line = lax.dynamic_slice_in_dim(line, phase, window.dilated_length, axis=dim)
             lo, base, length = 0, 1, window.dilated_length
         hi = window.dilated_length - lo - ((length - 1) * base + 1)
-        if base > 1 and (window.window.stride > 1 or window.window.rhs_dilation > 1):
-            # Rare, and XLA's simplifier may swap the operands of such a convolution wrongly and abort
-            # the process where the kernel is larger than the block: hand it a dilated input.
+        tiny = window.outputs_computed <= base or _is_tiny(conv, line, kernel)
+        if base > 1 and (window.window.stride > 1 or window.window.rhs_dilation > 1 or tiny):
+            # Rare, and XLA's simplifier takes some of these for grouped convolutions (those without padding
+            # whose kernel, or output in the kernel's gradient, is as long as the dilation), swaps the operands
+            # and aborts the process: hand it a dilated input.
             line, lo, hi, base = _pad_dilated(line, dim, lo, hi, base), 0, 0, 1
         padding.append((lo, hi))
         dilation.append(base)
@@ -90,6 +93,12 @@ def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array
         phase = per_shard(window.phases, at[position])
         out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
     return lax.psum(out, conv.sum_over) if conv.sum_over else out
+
+
+def _is_tiny(conv: LocalConv, x: Array, kernel: Array) -> bool:
+    """Fewer elements than taps in space: where XLA considers swapping the operands."""
+    taps = math.prod(kernel.shape[d] for d in conv.rhs_spec[2:])
+    return taps > math.prod(x.shape[d] for d in conv.lhs_spec[2:])
 
 
 def _pad_dilated(x: Array, dim: int, lo: int, hi: int, dilation: int) -> Array:
@@ -145,7 +154,7 @@ def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
 
 def _input_tangent(conv: LocalConv, at: Indices, dx: Array, kernel: Array, out: Array) -> Array:
     gather = input_gradient_conv(conv)
-    if gather is None:
+    if gather is None or _is_tiny(conv, dx, kernel):
         return _plain(conv, at, dx, kernel)
     flipped = _transposed_kernel(conv, kernel)
     backward = functools.partial(_plain, gather, at)
