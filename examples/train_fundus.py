@@ -242,7 +242,7 @@ def read_mesh(text: str) -> dict[str, int]:
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=1.0, help="size of the photograph, 1.0 = 1411 x 1411")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--mesh", default="dp=2,sp=4", help="sizes of the mesh axes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="train on one device as well and compare the loss curves")
