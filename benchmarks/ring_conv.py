@@ -206,20 +206,29 @@ def versions() -> str:
     return f"jax {jax.__version__}, Python {platform.python_version()}, {machine}, {datetime.date.today().isoformat()}"
 
 
-def write(rows: list[Row], rounds: int) -> None:
-    """The figures as JSON, and the table between the markers of README.md."""
+def markdown(rows: list[Row], columns: list[int]) -> list[str]:
+    """Some columns of the table, as lines of markdown."""
+    headings = [HEADINGS[i] for i in columns]
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    return lines + ["| " + " | ".join(cells(row)[i] for i in columns) + " |" for row in rows]
+
+
+def between(path: Path, name: str, lines: list[str]) -> None:
+    """Put the lines between ``<!-- name: begin -->`` and ``<!-- name: end -->`` of a file."""
+    start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = path.read_text().split(start)
+    path.write_text(f"{before}{start}\n" + "\n".join(lines) + f"\n{end}" + rest.split(end)[1])
+
+
+def write(rows: list[Row], rounds: int, where: str) -> None:
+    """The figures as JSON, the whole table in benchmarks/README.md, four devices of it in the README."""
     (HERE / "results").mkdir(exist_ok=True)
-    data = {"versions": versions(), "rounds": rounds, "rows": [dataclasses.asdict(r) for r in rows]}
+    data = {"versions": where, "rounds": rounds, "rows": [dataclasses.asdict(r) for r in rows]}
     (HERE / "results" / "ring_conv.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = [f"{versions()}; medians of {rounds} interleaved rounds.", ""]
-    lines += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
-    readme = HERE / "README.md"
-    text = readme.read_text()
-    start, end = "<!-- ring_conv: begin -->", "<!-- ring_conv: end -->"
-    before, rest = text.split(start)
-    _, after = rest.split(end)
-    readme.write_text(f"{before}{start}\n" + "\n".join(lines) + f"\n{end}{after}")
+    note = f"{where}; medians of {rounds} interleaved rounds."
+    between(HERE / "README.md", "ring_conv", [note, "", *markdown(rows, list(range(len(HEADINGS))))])
+    few = [row for row in rows if row.devices == 4] or rows
+    between(HERE.parent / "README.md", "measured", markdown(few, [0, 2, 3, 4, 5]))
 
 
 def sweep(count: int, console: Console) -> int:
@@ -264,8 +273,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--sweep", type=int, default=0, help="check that many random configurations instead")
     parser.add_argument("--dry", action="store_true", help="don't write the results")
+    parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
     console = Console()
+    if arguments.rewrite:
+        stored = json.loads((HERE / "results" / "ring_conv.json").read_text())
+        write([Row(**row) for row in stored["rows"]], stored["rounds"], stored["versions"])
+        return
     if arguments.sweep:
         sys.exit(1 if sweep(arguments.sweep, console) else 0)
     jobs = [(name, n, back) for name in PROGRAMS for back in (False, True) for n in arguments.devices]
@@ -277,7 +291,7 @@ def main() -> None:
         table.add_row(*(cell.replace("*", "") for cell in cells(row)))
     console.print(table)
     if not arguments.dry:
-        write(rows, arguments.rounds)
+        write(rows, arguments.rounds, versions())
 
 
 if __name__ == "__main__":
