@@ -217,6 +217,12 @@ def _vary_alike(x: Array, kernel: Array, at: Indices) -> tuple[Array, Array]:
 
     def vary(a: Array) -> Array:
         missing = tuple(sorted(union - varying_axes(a)))
-        return lax.pcast(a, missing, to="varying") if missing else a
+        if not missing:
+            return a
+        if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating):
+            # The transpose sums over the missing axes: in float32, which is more exact, and XLA's CPU
+            # backend aborts on some 16-bit sums in regions that leave other axes to the compiler.
+            return lax.pcast(a.astype(jnp.float32), missing, to="varying").astype(a.dtype)
+        return lax.pcast(a, missing, to="varying")
 
     return vary(x), vary(kernel)

@@ -37,7 +37,11 @@ def parse_spatial_axes(
     found: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
     for key, value in spatial_axes.items():
-        axes = (key,) if isinstance(key, str) else tuple(key)
+        if not isinstance(key, str) and not (isinstance(key, tuple) and all(isinstance(k, str) for k in key)):
+            raise TypeError(
+                f"{what}: spatial_axes maps mesh axis names (or tuples of them), {example}; got key {key!r}"
+            )
+        axes = (key,) if isinstance(key, str) else key
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(

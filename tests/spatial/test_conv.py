@@ -219,6 +219,17 @@ def test_dtypes(dtype, tolerance):
         assert [g.dtype for g in grads] == [dtype, dtype]
 
 
+def test_bfloat16_kernel_gradient_beside_an_axis_left_to_the_compiler():
+    """Summed in float32: XLA's CPU backend aborts the process on the 16-bit sum."""
+    mesh = sk.make_mesh({"dp": 2, "sp": 4})
+    x, kernel = (jnp.asarray(a, jnp.bfloat16) for a in SIMPLE.operands())
+    loss = lambda f: lambda k: (f(x, k).astype(jnp.float32) ** 2).sum()  # noqa: E731
+    got = jax.jit(jax.grad(loss(SIMPLE.ring(mesh))))(kernel)
+    want = jax.grad(loss(SIMPLE.reference))(kernel)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=0.02 * float(jnp.abs(want).max()))
+
+
 def test_integers_and_preferred_element_type():
     mesh = SIMPLE.make_mesh()
     x, kernel = (np.round(a * 3).astype(np.int32) for a in SIMPLE.operands())
