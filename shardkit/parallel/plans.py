@@ -15,7 +15,7 @@ class ConvParallel:
 
     Args:
       axis: mesh axis, e.g. "sp"; or a mapping of mesh axis to dim for several,
-        ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out).
+        ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out; the mapping may be given as ``dim`` too).
       dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
 
     Applies to nnx ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm`` and ``InstanceNorm``.
@@ -34,10 +34,11 @@ class ConvParallel:
                 raise ValueError(f"ConvParallel: axis={dict(axis)!r} already names the dims; leave dim={dim!r} out")
             pairs = tuple(axis.items())
         elif isinstance(dim, Mapping):
-            raise ValueError(
-                f'ConvParallel: give the mapping as axis, mesh axis to dim: ConvParallel({{"sp": "W"}}); '
-                f"got dim={dim!r}"
-            )
+            if axis != "sp" and axis not in dim:
+                raise ValueError(
+                    f"ConvParallel: dim={dict(dim)!r} maps mesh axes to dims, but doesn't name axis={axis!r}"
+                )
+            pairs = tuple(dim.items())
         else:
             pairs = ((axis, "W" if dim is None else dim),)
         if not pairs:

@@ -138,6 +138,12 @@ def _place_explicit(
             )
     used = {n for e in lhs_entries for n in entry_names(e)}
     if lhs_entries[batch] is None and lhs_has[batch] is not None:
+        twice = sorted(used & set(entry_names(lhs_has[batch])))
+        if twice:
+            raise ValueError(
+                f"ring_conv: the batch of lhs is sharded over Explicit mesh axes {twice}, which spatial_axes gives to "
+                "another dim; reshard lhs first"
+            )
         if conv.batch_groups > 1:
             raise ValueError(
                 "ring_conv: batch_group_count > 1 mixes the batch, which is sharded over Explicit mesh axes "

@@ -62,7 +62,7 @@ def test_missing_dims():
     ("arguments", "error", "message"),
     [
         (({"sp": "W"}, "H"), ValueError, "already names the dims; leave dim='H' out"),
-        (("sp", {"sp": "W"}), ValueError, "give the mapping as axis, mesh axis to dim"),
+        (("tp", {"sp": "W"}), ValueError, "doesn't name axis='tp'"),
         (({},), ValueError, "needs at least one mesh axis"),
         ((3,), TypeError, "a mesh axis is a name or a tuple of names, got 3"),
         ((("sp", 1),), TypeError, "a mesh axis is a name or a tuple of names"),
@@ -77,3 +77,7 @@ def test_missing_dims():
 def test_bad_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         sk.ConvParallel(*arguments)
+
+
+def test_the_mapping_may_be_given_as_dim():
+    assert sk.ConvParallel(dim={"sh": "H", "sw": "W"}) == sk.ConvParallel({"sh": "H", "sw": "W"})
