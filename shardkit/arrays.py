@@ -83,7 +83,7 @@ class Padded:
                 f"{self.logical_shape}; use .array there, and .value outside"
             )
         array = _release_uneven_explicit(self.array, self.logical_shape)
-        return jax.lax.slice(array, (0,) * self.ndim, self.logical_shape)
+        return crop_to(array, self.logical_shape)
 
     __hash__ = None  # type: ignore[assignment]  # like an array: == is elementwise
     __array_priority__ = 100  # NumPy leaves `ndarray + padded` to us
@@ -187,6 +187,11 @@ def to_local(x: Any) -> list[jax.Array]:
 def pad_shape(shape: tuple[int, ...], parts: dict[int, int]) -> tuple[int, ...]:
     """``shape`` with each dim in ``parts`` rounded up to a multiple of its number of shards."""
     return tuple(-(-size // parts.get(d, 1)) * parts.get(d, 1) for d, size in enumerate(shape))
+
+
+def crop_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The first ``shape`` elements of ``x`` in each dim: without padded tails."""
+    return x if tuple(x.shape) == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, shape)
 
 
 def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -33,8 +33,8 @@ def grouped_conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dil
     each_in, each_out = rhs.shape[taps_in], rhs.shape[taps_out] // groups
     taps = math.prod(rhs.shape[d] for d in conv.rhs_spec[2:])
     if groups <= each_in * each_out * taps:  # whichever takes fewer operations
-        halves = zip(jnp.split(lhs, groups, axis=conv.lhs_spec[1]), jnp.split(rhs, groups, axis=taps_out), strict=True)
-        return lax.concatenate([run(a, b) for a, b in halves], conv.out_spec[1])
+        parts = zip(jnp.split(lhs, groups, axis=conv.lhs_spec[1]), jnp.split(rhs, groups, axis=taps_out), strict=True)
+        return lax.concatenate([run(a, b) for a, b in parts], conv.out_spec[1])
     # Many narrow groups: as depthwise convolutions, one for each pair of features within a group.
     inputs = [_dilate_and_pad(conv, x, padding, lhs_dilation) for x in _every(lhs, conv.lhs_spec[1], each_in)]
     outputs = []

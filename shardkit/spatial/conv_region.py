@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit.arrays import Padded, pad_to
+from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.placements import axes_size
 from shardkit.spatial.conv_args import ConvCall
 from shardkit.spatial.conv_local import Indices, local_conv
@@ -70,7 +70,7 @@ def run_conv(call: ConvCall) -> Any:
         out = _run_region(region, array, rhs)
     if wants_padded:
         return Padded(out, out_logical)
-    return lax.slice(out, (0,) * out.ndim, out_logical) if uneven and outer else out
+    return crop_to(out, out_logical) if uneven and outer else out
 
 
 def _must_split(conv: LocalConv, free: list[str]) -> bool:

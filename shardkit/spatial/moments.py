@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit.arrays import Padded, pad_to
+from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.meshes import resolve_mesh
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
@@ -144,7 +144,7 @@ def moments(
     manual = {a for e in entries for a in entry_names(e)} | set(typed)
     if all(c.manual for c in cuts.values()) and not typed:
         mean, var = _local_moments(sums, array)
-        return _of_shape(mean, stop), _of_shape(var, stop)
+        return crop_to(mean, stop), crop_to(var, stop)
     kept = [e for d, e in enumerate(entries) if d not in dims]
     if keepdims:
         kept = [None if d in dims else e for d, e in enumerate(entries)]
@@ -162,12 +162,7 @@ def moments(
     uneven = {a for d, c in cuts.items() if d not in dims and c.size % c.shards and not c.manual for a in c.axes}
     if uneven & set(typed):
         return Padded(mean, stop), Padded(var, stop)
-    return _of_shape(mean, stop), _of_shape(var, stop)
-
-
-def _of_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Without the padded tails."""
-    return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)
+    return crop_to(mean, stop), crop_to(var, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +184,7 @@ def _run(region: _Region, x: Array) -> tuple[Array, Array]:
         x = jax.sharding.reshard(x, NamedSharding(region.mesh, region.in_spec))
     body = functools.partial(_local_moments, region.sums)
     if region.nested:
-        body = jax.checkpoint(body)  # see conv.py: residuals may not leave a nested region
+        body = jax.checkpoint(body)  # see conv_region.py: residuals may not leave a nested region
     cuts = dict(region.sums.cuts)
     where, where_specs = index_operands(cuts, list(cuts), region.mesh)
     return jax.shard_map(
