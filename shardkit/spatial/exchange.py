@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import Array, lax
@@ -15,12 +17,21 @@ AxisName = str | tuple[str, ...] | None
 # lax.axis_index can't always be compiled in a region that leaves other mesh axes to the compiler.
 Index = Array | int
 
+# What stands where no element is (beyond the ends of a dim that "zeros" extends, in padded tails): a scalar,
+# None for zero. A reduction puts its identity there.
+Fill = Any
+
+
+def _filler(x: Array, fill: Fill) -> Array:
+    return jnp.zeros((), x.dtype) if fill is None else jnp.asarray(fill, x.dtype)
+
 
 def per_shard(values: tuple, index: Index):
     """The entry of a static table that belongs to this shard; a plain int where all are equal."""
     if len(set(values)) == 1:
         return values[0]
-    return jnp.asarray(np.asarray(values, np.int32))[index]
+    table = np.asarray(values)
+    return jnp.asarray(table if table.dtype == bool else table.astype(np.int32))[index]
 
 
 def _permute(x: Array, axis_name: AxisName, pairs: tuple[tuple[int, int], ...]) -> Array:
@@ -53,22 +64,32 @@ def _send(x: Array, message: Message, axis_name: AxisName, index: Index, dim: in
     return piece if message.pairs else jnp.zeros_like(piece)
 
 
-def receive(x: Array, exchange: Exchange, axis_name: AxisName, index: Index, dim: int) -> tuple[Array, ...]:
-    """The halos of a block: one array a message, thin along ``dim``."""
-    return tuple(_send(x, message, axis_name, index, dim) for message in exchange.messages)
+def receive(
+    x: Array, exchange: Exchange, axis_name: AxisName, index: Index, dim: int, fill: Fill = None
+) -> tuple[Array, ...]:
+    """The halos of a block: one array a message, thin along ``dim``; ``fill`` where nothing is sent."""
+    halos = []
+    for message in exchange.messages:
+        halo = _send(x, message, axis_name, index, dim)
+        if fill is not None and len(message.pairs) < exchange.shards:
+            receivers = {destination for _, destination in message.pairs}
+            got = per_shard(tuple(i in receivers for i in range(exchange.shards)), index)
+            halo = jnp.where(got, halo, _filler(x, fill))
+        halos.append(halo)
+    return tuple(halos)
 
 
-def clear_tail(x: Array, size: int, shards: int, index: Index, dim: int) -> Array:
-    """Zeros in place of the elements of padded tail blocks (at or beyond ``size``), which mean nothing."""
+def clear_tail(x: Array, size: int, shards: int, index: Index, dim: int, fill: Fill = None) -> Array:
+    """``fill`` in place of the elements of padded tail blocks (at or beyond ``size``), which mean nothing."""
     block = x.shape[dim]
     if size == block * shards:
         return x
     kept = size - index * block
     position = lax.broadcasted_iota(jnp.int32, x.shape, dim)
-    return jnp.where(position < kept, x, jnp.zeros((), x.dtype))
+    return jnp.where(position < kept, x, _filler(x, fill))
 
 
-def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, index: Index, dim: int) -> Array:
+def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, index: Index, dim: int, fill: Fill = None) -> Array:
     """Block and halos side by side: the line of the plan, or the span its table describes."""
     if exchange.table is None:
         pieces = [*halos[: len(exchange.before)], x, *halos[len(exchange.before) :]]
@@ -79,12 +100,12 @@ def join(x: Array, halos: tuple[Array, ...], exchange: Exchange, index: Index, d
     span = jnp.take(held, jnp.maximum(row, 0), axis=dim, mode="clip")
     if (rows < 0).any():
         real = lax.broadcast_in_dim(row >= 0, span.shape, (dim,))
-        span = jnp.where(real, span, jnp.zeros((), x.dtype))
+        span = jnp.where(real, span, _filler(x, fill))
     return span
 
 
-def cut_span(line: Array, exchange: Exchange, index: Index, dim: int) -> Array:
-    """This shard's span out of its line: zeros are put where the line ends early, then sliced."""
+def cut_span(line: Array, exchange: Exchange, index: Index, dim: int, fill: Fill = None) -> Array:
+    """This shard's span out of its line: ``fill`` is put where the line ends early, then sliced."""
     if exchange.table is not None:
         return line
     lo = max(0, -min(exchange.starts))
@@ -92,7 +113,7 @@ def cut_span(line: Array, exchange: Exchange, index: Index, dim: int) -> Array:
     if lo or hi:
         config = [(0, 0, 0)] * line.ndim
         config[dim] = (lo, hi, 0)
-        line = lax.pad(line, jnp.zeros((), line.dtype), config)
+        line = lax.pad(line, _filler(line, fill), config)
     start = per_shard(tuple(s + lo for s in exchange.starts), index)
     if isinstance(start, int):
         return lax.slice_in_dim(line, start, start + exchange.length, axis=dim)
