@@ -22,6 +22,21 @@ from shardkit.placements import (
     to_partition_spec,
 )
 from shardkit.reshard import shard_tensor, unshard
-from shardkit.spatial import halo_exchange, moments, ring_conv, ring_conv_transpose
+from shardkit.spatial import (
+    halo_exchange,
+    moments,
+    ring_avg_pool,
+    ring_conv,
+    ring_conv_transpose,
+    ring_global_pool,
+    ring_local_response_norm,
+    ring_max_pool,
+    ring_min_pool,
+    ring_pad,
+    ring_reduce_window,
+    ring_resize,
+    ring_roll,
+    ring_scale_and_translate,
+)
 
 __version__ = "0.1.0"

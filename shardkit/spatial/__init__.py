@@ -2,7 +2,27 @@
 
 from shardkit.spatial.conv import ring_conv
 from shardkit.spatial.conv_transpose import ring_conv_transpose
+from shardkit.spatial.global_pool import ring_global_pool
 from shardkit.spatial.halo import halo_exchange
 from shardkit.spatial.moments import moments
+from shardkit.spatial.pad import ring_pad, ring_roll
+from shardkit.spatial.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
+from shardkit.spatial.resize import ring_resize, ring_scale_and_translate
+from shardkit.spatial.response_norm import ring_local_response_norm
 
-__all__ = ["halo_exchange", "moments", "ring_conv", "ring_conv_transpose"]
+__all__ = [
+    "halo_exchange",
+    "moments",
+    "ring_avg_pool",
+    "ring_conv",
+    "ring_conv_transpose",
+    "ring_global_pool",
+    "ring_local_response_norm",
+    "ring_max_pool",
+    "ring_min_pool",
+    "ring_pad",
+    "ring_reduce_window",
+    "ring_resize",
+    "ring_roll",
+    "ring_scale_and_translate",
+]

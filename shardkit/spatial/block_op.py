@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -42,7 +42,7 @@ class BlockOp(Protocol):
     operator does its own exchanges, and must not let elements of padded tails reach a result.
     """
 
-    def __call__(self, at: At, block: Array) -> Array: ...
+    __call__: Callable[..., Array]  # (at, block, *whole)
 
 
 @dataclasses.dataclass
@@ -136,7 +136,15 @@ class _Region:
     nested: bool
 
 
-def run_block_op(op: BlockOp, operand: Operand, out_shape: Sequence[int], *, mixed: Collection[int], what: str) -> Any:
+def run_block_op(
+    op: BlockOp,
+    operand: Operand,
+    out_shape: Sequence[int],
+    *,
+    mixed: Collection[int],
+    what: str,
+    whole: Sequence[Array] = (),
+) -> Any:
     """The result of ``op``: an array, or a Padded where the operand was one or an array couldn't stay sharded.
 
     Args:
@@ -144,6 +152,7 @@ def run_block_op(op: BlockOp, operand: Operand, out_shape: Sequence[int], *, mix
       operand: from ``read_operand``.
       out_shape: the logical shape of the result; equal to the operand's in dims that aren't mixed.
       mixed, what: as for ``read_operand``.
+      whole: further operands of ``op`` that every device gets as they are (a traced initial value, say).
     """
     array, cuts, mesh = operand.array, operand.cuts, operand.mesh
     typed = explicit_axes(mesh)
@@ -155,7 +164,7 @@ def run_block_op(op: BlockOp, operand: Operand, out_shape: Sequence[int], *, mix
     if not outer:
         dims = list(cuts)
         at = dict(zip(dims, read_indices(cuts, dims, ()), strict=True))
-        out = _cleared(op(at, array), clear, at)
+        out = _cleared(op(at, array, *whole), clear, at)
     else:
         entries: list[Any] = [None] * array.ndim
         if typed:
@@ -187,7 +196,7 @@ def run_block_op(op: BlockOp, operand: Operand, out_shape: Sequence[int], *, mix
             reshard=bool(typed),
             nested=in_manual_region(),
         )
-        out = _run(region, array)
+        out = _run(region, array, *whole)
     if wants_padded:
         return Padded(out, tuple(out_shape))
     return crop_to(out, tuple(out_shape)) if uneven else out
@@ -200,16 +209,17 @@ def _cleared(out: Array, clear: tuple[tuple[int, int, int], ...], at: At) -> Arr
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(region: _Region, x: Array) -> Array:
+def _run(region: _Region, x: Array, *whole: Array) -> Array:
     x = pad_to(x, region.shape)
     if region.reshard:
         x = jax.sharding.reshard(x, NamedSharding(region.mesh, region.spec))
+        whole = tuple(jax.sharding.reshard(w, NamedSharding(region.mesh, PartitionSpec())) for w in whole)
     cuts = dict(region.cuts)
     dims = list(cuts)
 
-    def body(block, *where):
+    def body(block, whole, *where):
         at = dict(zip(dims, read_indices(cuts, dims, where), strict=True))
-        return _cleared(region.op(at, block), region.clear, at)
+        return _cleared(region.op(at, block, *whole), region.clear, at)
 
     if region.nested:
         body = jax.checkpoint(body)  # see conv_region.py: residuals may not leave a nested region
@@ -217,7 +227,7 @@ def _run(region: _Region, x: Array) -> Array:
     return jax.shard_map(
         body,
         mesh=region.mesh,
-        in_specs=(region.spec, *where_specs),
+        in_specs=(region.spec, PartitionSpec(), *where_specs),
         out_specs=region.spec,
         axis_names=set(region.axis_names),
-    )(x, *where)
+    )(x, whole, *where)

@@ -31,7 +31,8 @@ def block_size(size: int, shards: int) -> int:
 def extended_index(position: int, size: int, mode: str) -> int | None:
     """The element that stands at ``position`` of the extended dim; None for a zero.
 
-    ``reflect`` mirrors without repeating the edge element, as ``numpy.pad`` does.
+    ``reflect`` mirrors without repeating the edge element, as ``numpy.pad`` does; ``symmetric``, which only
+    padding knows (convolutions take ``PADDING_MODES``), repeats it.
 
     >>> [extended_index(p, 4, "reflect") for p in (-2, -1, 0, 3, 4)]
     [2, 1, 0, 3, 2]
@@ -50,6 +51,9 @@ def extended_index(position: int, size: int, mode: str) -> int | None:
         period = 2 * (size - 1)
         folded = position % period
         return folded if folded < size else period - folded
+    if mode == "symmetric":
+        folded = position % (2 * size)
+        return folded if folded < size else 2 * size - 1 - folded
     raise ValueError(f"unknown padding mode {mode!r}; use one of {PADDING_MODES}")
 
 
