@@ -12,11 +12,10 @@ from jax import lax
 
 from shardkit.arrays import Padded
 from shardkit.meshes import resolve_mesh
+from shardkit.spatial.conv_method import METHODS
 from shardkit.spatial.conv_spec import LocalConv, halo_bytes
 from shardkit.spatial.operands import Cut, as_array, clear_tails, cut_dims, padded_shape, parse_spatial_axes
 from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
-
-METHODS = ("auto", "concat")
 
 
 @dataclasses.dataclass
@@ -30,6 +29,7 @@ class ConvCall:
       mesh: the mesh in use.
       out_shape: the logical shape of the result.
       padded: the input was a Padded, so the result will be one.
+      method: the form to run in, as the caller gave it.
     """
 
     conv: LocalConv
@@ -39,6 +39,7 @@ class ConvCall:
     mesh: Any
     out_shape: tuple[int, ...]
     padded: bool
+    method: str = "auto"
 
     @property
     def halo_bytes(self) -> int:
@@ -113,8 +114,8 @@ def read_conv(
         ),
         axes=tuple(cuts[d].axis_name if d in cuts else None for d in numbers.lhs_spec[2:]),
         modes=modes,
-        feature_groups=feature_group_count,
-        batch_groups=batch_group_count,
+        feature_groups=int(feature_group_count),
+        batch_groups=int(batch_group_count),
         precision=_hashable(precision),
         preferred_element_type=None if preferred_element_type is None else np.dtype(preferred_element_type),
     )
@@ -123,7 +124,7 @@ def read_conv(
     out_logical[numbers.out_spec[1]] = rhs.shape[numbers.rhs_spec[0]]
     for dim, window in zip(numbers.out_spec[2:], windows, strict=True):
         out_logical[dim] = window.output_size
-    return ConvCall(conv, array, rhs, cuts, mesh, tuple(out_logical), isinstance(lhs, Padded))
+    return ConvCall(conv, array, rhs, cuts, mesh, tuple(out_logical), isinstance(lhs, Padded), method)
 
 
 def _hashable(precision: Any) -> Any:
@@ -175,7 +176,7 @@ def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_gr
     features = lhs_shape[numbers.lhs_spec[1]]
     taps_in, taps_out = rhs_shape[numbers.rhs_spec[1]], rhs_shape[numbers.rhs_spec[0]]
     for name, value in (("feature_group_count", feature_groups), ("batch_group_count", batch_groups)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{what}: {name}={value!r} must be a positive integer")
     if feature_groups > 1 and batch_groups > 1:
         raise ValueError(f"{what}: feature_group_count and batch_group_count can't both be above 1")

@@ -1,6 +1,7 @@
 """The convolution one device runs on its block, its halos, and its derivatives.
 
-Everything here is local code for a manual region: blocks in, blocks out. The convolution is
+Everything here is local code for a manual region: blocks in, blocks out. Three forms say how block and
+halos meet: "concat" and "blocks" (conv_concat.py, conv_blocks.py) and "overlap" (conv_overlap.py). The convolution is
 bilinear, and ``custom_jvp`` splits its tangent into the two linear maps, so that each can have
 the form whose transpose is the backward pass we want, while ``jvp``, ``vmap`` and higher
 derivatives stay JAX's own:
@@ -16,99 +17,49 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit._compat import varying_axes
-from shardkit.spatial.conv_groups import grouped_conv
-from shardkit.spatial.conv_spec import LocalConv, kept_whole
-from shardkit.spatial.exchange import Index, clear_tail, cut_span, join, per_shard, receive
-from shardkit.spatial.windows import ShardedWindow, shard_window
-
-Indices = tuple[Index, ...]  # this device's position along the mesh axis of each spatial dim
-
-
-def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, index: Index) -> Array:
-    line = join(x, halos, window.exchange, index, dim)
-    return line if kept_whole(window) else cut_span(line, window.exchange, index, dim)
+from shardkit.spatial import conv_concat, conv_overlap
+from shardkit.spatial.conv_apply import Indices, is_tiny
+from shardkit.spatial.conv_blocks import from_chunks, to_chunks, why_chunks_differ
+from shardkit.spatial.conv_concat import Halos, clear
+from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.exchange import clear_tail
+from shardkit.spatial.windows import shard_window
 
 
-def _clear(conv: LocalConv, at: Indices, x: Array) -> Array:
-    for (dim, window, _), index in zip(conv.spatial(), at, strict=True):
-        x = clear_tail(x, window.exchange.size, window.exchange.shards, index, dim)
-    return x
+def _exchange(conv: LocalConv, at: Indices, x: Array) -> Halos:
+    form = conv_overlap if conv.method == "overlap" else conv_concat
+    return form.exchange_halos(conv, at, x)
 
 
-def _exchange(conv: LocalConv, at: Indices, x: Array) -> tuple[tuple[Array, ...], ...]:
-    """Halos of every spatial dim; a later dim's carry the corners of the earlier ones."""
-    x = _clear(conv, at, x)
-    halos = []
-    for (dim, window, axis), index in zip(conv.spatial(), at, strict=True):
-        halos.append(receive(x, window.exchange, axis, index, dim))
-        x = _extend(x, halos[-1], dim, window, index)
-    return tuple(halos)
+def _outputs(conv: LocalConv, at: Indices, x: Array, halos: Halos, kernel: Array) -> Array:
+    form = conv_overlap if conv.method == "overlap" else conv_concat
+    return form.outputs(conv, at, x, halos, kernel)
 
 
-def _assemble(conv: LocalConv, at: Indices, x: Array, halos: tuple[tuple[Array, ...], ...]) -> Array:
-    x = _clear(conv, at, x)
-    for (dim, window, _), halo, index in zip(conv.spatial(), halos, at, strict=True):
-        x = _extend(x, halo, dim, window, index)
-    return x
-
-
-def _convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array:
-    """The convolution of an assembled block: ``out_block`` outputs in every spatial dim."""
-    padding, dilation, slices = [], [], []
-    for position, (dim, window, _) in enumerate(conv.spatial()):
-        base = window.window.lhs_dilation
-        length = line.shape[dim]
-        if kept_whole(window):
-            lo = -(window.exchange.starts[0] * base + window.phases[0])
-        elif window.static_phase:
-            lo = -window.phases[0]
-        elif window.slices_output:
-            lo = 0
-            slices.append((position, window))
-        else:
-            # Every shard's windows begin at another phase of a dilated input: dilate, then slice.
-            line = _pad_dilated(line, dim, 0, base - 1, base)
-            phase = per_shard(window.phases, at[position])
-            line = lax.dynamic_slice_in_dim(line, phase, window.dilated_length, axis=dim)
-            lo, base, length = 0, 1, window.dilated_length
-        hi = window.dilated_length - lo - ((length - 1) * base + 1)
-        tiny = window.outputs_computed <= base or _is_tiny(conv, line, kernel)
-        if base > 1 and (window.window.stride > 1 or window.window.rhs_dilation > 1 or tiny):
-            # Rare, and XLA's simplifier takes some of these for grouped convolutions (those without padding
-            # whose kernel, or output in the kernel's gradient, is as long as the dilation), swaps the operands
-            # and aborts the process: hand it a dilated input.
-            line, lo, hi, base = _pad_dilated(line, dim, lo, hi, base), 0, 0, 1
-        padding.append((lo, hi))
-        dilation.append(base)
-    out = grouped_conv(conv, line, kernel, padding, dilation)
-    for position, window in slices:
-        dim = conv.out_spec[2 + position]
-        phase = per_shard(window.phases, at[position])
-        out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
-    return lax.psum(out, conv.sum_over) if conv.sum_over else out
-
-
-def _is_tiny(conv: LocalConv, x: Array, kernel: Array) -> bool:
-    """Fewer elements than taps in space: where XLA considers swapping the operands."""
-    taps = math.prod(kernel.shape[d] for d in conv.rhs_spec[2:])
-    return taps > math.prod(x.shape[d] for d in conv.lhs_spec[2:])
-
-
-def _pad_dilated(x: Array, dim: int, lo: int, hi: int, dilation: int) -> Array:
-    config = [(0, 0, 0)] * x.ndim
-    config[dim] = (lo, hi, dilation - 1)
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
+def _outputs_for_kernel(conv: LocalConv, at: Indices, x: Array, halos: Halos, kernel: Array) -> Array:
+    """The outputs again, in the form whose transpose the kernel's gradient should be."""
+    if conv.method == "overlap":
+        return conv_overlap.outputs_by_parts(conv, at, x, halos, kernel)
+    return conv_concat.outputs(conv, at, x, halos, kernel)
 
 
 def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
-    return _convolve(conv, at, _assemble(conv, at, x, _exchange(conv, at, x)), kernel)
+    return _outputs(conv, at, x, _exchange(conv, at, x), kernel)
+
+
+def _kept(conv: LocalConv, out: Array) -> Array:
+    """For "overlap": outputs that become an array of their own.
+
+    Else the compiler keeps both what an activation function made of them and, for its derivative, what the
+    edges were put into: two arrays of a layer's size in place of one.
+    """
+    return lax.optimization_barrier(out) if conv.method == "overlap" else out
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,8 +81,13 @@ def input_gradient_conv(conv: LocalConv) -> LocalConv | None:
         windows=windows,
         rhs_spec=(conv.rhs_spec[1], conv.rhs_spec[0], *conv.rhs_spec[2:]),
     )
-    cheaper = swapped.received <= conv.received and swapped.permutes <= conv.permutes
-    return swapped if cheaper else None
+    if swapped.received > conv.received or swapped.permutes > conv.permutes:
+        return None
+    if conv.method == "blocks" and why_chunks_differ(swapped) is not None:
+        return None
+    if conv.method == "overlap" and conv_overlap.why_not_overlap(swapped) is not None:
+        return dataclasses.replace(swapped, method="concat")
+    return swapped
 
 
 def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
@@ -154,33 +110,33 @@ def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
 
 def _input_tangent(conv: LocalConv, at: Indices, dx: Array, kernel: Array, out: Array) -> Array:
     gather = input_gradient_conv(conv)
-    if gather is None or _is_tiny(conv, dx, kernel):
+    if gather is None or is_tiny(conv, dx, kernel):
         return _plain(conv, at, dx, kernel)
     flipped = _transposed_kernel(conv, kernel)
     backward = functools.partial(_plain, gather, at)
-    (tangent,) = jax.linear_transpose(lambda dy: backward(dy, flipped), out)(_clear(conv, at, dx))
+    (tangent,) = jax.linear_transpose(lambda dy: backward(dy, flipped), out)(clear(conv, at, dx))
     return tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
-    return _plain(conv, at, x, kernel)
+    return _kept(conv, _plain(conv, at, x, kernel))
 
 
 def _local_conv_jvp(conv: LocalConv, primals, tangents):
     (at, x, kernel), (_, dx, dkernel) = primals, tangents
     halos = _exchange(conv, at, x)
-    out = _convolve(conv, at, _assemble(conv, at, x, halos), kernel)
+    out = _kept(conv, _outputs(conv, at, x, halos, kernel))
     parts = []
     if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
         parts.append(_input_tangent(conv, at, dx, kernel, out))
     if not isinstance(dkernel, jax.custom_derivatives.SymbolicZero):
 
         def along_kernel(at, x, halos, dkernel):
-            return _convolve(conv, at, _assemble(conv, at, x, halos), dkernel)
+            return _outputs_for_kernel(conv, at, x, halos, dkernel)
 
         # checkpoint: the concatenation is made again in the backward pass, the halos are kept.
-        parts.append(jax.checkpoint(along_kernel)(at, x, halos, dkernel))
+        parts.append(jax.checkpoint(along_kernel, prevent_cse=conv.barrier)(at, x, halos, dkernel))
     if not parts:
         return out, jnp.zeros_like(out)
     return out, functools.reduce(jnp.add, parts)
@@ -202,9 +158,19 @@ def local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
       ``out_block`` outputs in each spatial dim; those beyond the logical size mean nothing.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not jnp.issubdtype(kernel.dtype, jnp.inexact):
-        return _plain(conv, at, x, kernel)
+        return _plain(conv, at, x, kernel)  # nothing to differentiate
     x, kernel = _vary_alike(x, kernel, at)
-    return _local_conv(conv, at, x, kernel)
+    if conv.chunks is None:
+        return _local_conv(conv, at, x, kernel)
+    position = conv.chunks.position
+    window, index = conv.windows[position], at[position]
+    dim, out_dim = conv.lhs_spec[2 + position], conv.out_spec[2 + position]
+    shards = window.exchange.shards // conv.chunks.count
+    x = clear_tail(x, window.exchange.size, shards, index, dim)
+    out = _local_conv(conv, at, to_chunks(x, conv.lhs_spec[0], dim, conv.chunks), kernel)
+    out = from_chunks(out, conv.out_spec[0], out_dim, conv.chunks)
+    # Of gradients too, which come the other way.
+    return clear_tail(out, window.window.output_size, shards, index, out_dim)
 
 
 def _vary_alike(x: Array, kernel: Array, at: Indices) -> tuple[Array, Array]:

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.placements import axes_size
+from shardkit.spatial.conv_apply import Indices
 from shardkit.spatial.conv_args import ConvCall
-from shardkit.spatial.conv_local import Indices, local_conv
+from shardkit.spatial.conv_local import local_conv
+from shardkit.spatial.conv_method import choose_form, platform_of, regime_of
 from shardkit.spatial.conv_spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
@@ -64,9 +66,11 @@ def run_conv(call: ConvCall) -> Any:
     if not outer:
         free = free_axes(mesh, set())
         local = dataclasses.replace(conv, split_groups=_must_split(conv, free))
+        regime = regime_of(conv, platform_of(mesh), array.shape, rhs.shape, bool(free))
+        local = choose_form(local, call.method, regime, "ring_conv")
         out = _local(local, bool(uneven), read_indices(cuts, conv.lhs_spec[2:], ()), array, rhs)
     else:
-        region = _region(conv, array, rhs, outer, cuts, mesh, wants_padded and bool(uneven))
+        region = _region(call, outer, wants_padded and bool(uneven))
         out = _run_region(region, array, rhs)
     if wants_padded:
         return Padded(out, out_logical)
@@ -85,9 +89,8 @@ def _local(conv: LocalConv, clear: bool, at: Indices, x: Array, kernel: Array) -
     return out
 
 
-def _region(
-    conv: LocalConv, array: Any, rhs: Any, outer: dict[int, Cut], cuts: dict[int, Cut], mesh: Any, clear: bool
-) -> _Region:
+def _region(call: ConvCall, outer: dict[int, Cut], clear: bool) -> _Region:
+    conv, array, rhs, cuts, mesh = call.conv, call.array, call.rhs, call.cuts, call.mesh
     ndim = array.ndim
     lhs_entries: list[Any] = [None] * ndim
     for dim, cut in outer.items():
@@ -102,12 +105,17 @@ def _region(
     if typed:
         conv = _place_explicit(conv, array, rhs, lhs_entries, rhs_entries, out_entries, typed)
         names |= set(typed)
-    conv = dataclasses.replace(conv, split_groups=_must_split(conv, free_axes(mesh, names)))
+    free = free_axes(mesh, names)
+    conv = dataclasses.replace(conv, split_groups=_must_split(conv, free))
+    shape = padded_shape(array.shape, cuts)
+    block = _divided(shape, lhs_entries, mesh)
+    regime = regime_of(conv, platform_of(mesh), block, _divided(rhs.shape, rhs_entries, mesh), bool(free))
+    conv = choose_form(conv, call.method, regime, "ring_conv")
     return _Region(
         conv=conv,
         mesh=mesh,
         axis_names=frozenset(names),
-        shape=padded_shape(array.shape, cuts),
+        shape=shape,
         in_specs=(PartitionSpec(*lhs_entries), PartitionSpec(*rhs_entries)),
         out_specs=PartitionSpec(*out_entries),
         cuts=tuple(cuts.items()),
@@ -115,6 +123,11 @@ def _region(
         clear=clear,
         nested=in_manual_region(),
     )
+
+
+def _divided(shape: tuple[int, ...], entries: list[Any], mesh: Any) -> tuple[int, ...]:
+    """What a device of the region holds of an operand."""
+    return tuple(s // axes_size(mesh, entry_names(e)) for s, e in zip(shape, entries, strict=True))
 
 
 def _place_explicit(

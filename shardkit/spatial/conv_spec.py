@@ -11,6 +11,21 @@ from shardkit.spatial.windows import ShardedWindow
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """A device's block of one spatial dim, cut into chunks that lie side by side in the batch dim.
+
+    Attributes:
+      position: of the spatial dim among them.
+      count: chunks a device.
+      major: all images of a chunk together; else all chunks of an image.
+    """
+
+    position: int
+    count: int
+    major: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class LocalConv:
     """All that is static about one sharded convolution (hashable, so it can key a compilation cache).
 
@@ -25,6 +40,10 @@ class LocalConv:
         whole activation of a grouped one whose batch is sharded over an axis that is left to it
         (openxla/xla#47945), but not of an ungrouped or depthwise one.
       sum_over: mesh axes that cut the input features: contributions are summed over them.
+      method: "concat", "overlap" or "blocks": how block and halos meet (see ``conv_local``).
+      chunks: for "blocks", which spatial dim lies cut in the batch dim. Its window is then that of all
+        devices' chunks, as if each were a shard.
+      barrier: the backward pass makes block and halos one array again, instead of keeping that array.
     """
 
     lhs_spec: tuple[int, ...]
@@ -39,6 +58,9 @@ class LocalConv:
     preferred_element_type: Any
     split_groups: bool = False
     sum_over: tuple[str, ...] = ()
+    method: str = "concat"
+    chunks: Chunks | None = None
+    barrier: bool = True
 
     def spatial(self):
         """(array dim of the input, window, mesh axis) for each spatial dim."""

@@ -34,7 +34,7 @@ def per_shard(values: tuple, index: Index):
     return jnp.asarray(table if table.dtype == bool else table.astype(np.int32))[index]
 
 
-def _permute(x: Array, axis_name: AxisName, pairs: tuple[tuple[int, int], ...]) -> Array:
+def permute(x: Array, axis_name: AxisName, pairs: tuple[tuple[int, int], ...]) -> Array:
     """``lax.ppermute`` with positions counted along ``axis_name``, its first axis major.
 
     JAX counts them in the mesh's order of the axes, whatever order they're named in (jax 0.10 in
@@ -59,8 +59,13 @@ def _send(x: Array, message: Message, axis_name: AxisName, index: Index, dim: in
         piece = lax.slice_in_dim(x, offset, offset + message.length, axis=dim)
     else:
         piece = lax.dynamic_slice_in_dim(x, offset, message.length, axis=dim)
+    return transfer(piece, message, axis_name)
+
+
+def transfer(piece: Array, message: Message, axis_name: AxisName) -> Array:
+    """A piece of every sender, at its receiver; zeros where nobody sends."""
     if message.travels:
-        return _permute(piece, axis_name, message.pairs)  # zeros where nobody sends
+        return permute(piece, axis_name, message.pairs)
     return piece if message.pairs else jnp.zeros_like(piece)
 
 

@@ -1,0 +1,51 @@
+"""Block and halos as one array: the form "concat", and "blocks" once its chunks lie in the batch dim."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from shardkit.spatial.conv_apply import Indices, convolve
+from shardkit.spatial.conv_blocks import receive_chunks
+from shardkit.spatial.conv_spec import LocalConv, kept_whole
+from shardkit.spatial.exchange import Index, clear_tail, cut_span, join, receive
+from shardkit.spatial.windows import ShardedWindow
+
+Halos = tuple[tuple[Array, ...], ...]  # of each spatial dim, one array a message
+
+
+def clear(conv: LocalConv, at: Indices, x: Array) -> Array:
+    """Zeros in padded tails. Chunks have none: they're cleared before the block is cut into them."""
+    for position, ((dim, window, _), index) in enumerate(zip(conv.spatial(), at, strict=True)):
+        if conv.chunks is None or conv.chunks.position != position:
+            x = clear_tail(x, window.exchange.size, window.exchange.shards, index, dim)
+    return x
+
+
+def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, index: Index) -> Array:
+    line = join(x, halos, window.exchange, index, dim)
+    return line if kept_whole(window) else cut_span(line, window.exchange, index, dim)
+
+
+def exchange_halos(conv: LocalConv, at: Indices, x: Array) -> Halos:
+    """Halos of every spatial dim; a later dim's carry the corners of the earlier ones."""
+    x = clear(conv, at, x)
+    halos = []
+    for position, ((dim, window, axis), index) in enumerate(zip(conv.spatial(), at, strict=True)):
+        if conv.chunks is not None and conv.chunks.position == position:
+            halos.append(receive_chunks(conv, x))
+        else:
+            halos.append(receive(x, window.exchange, axis, index, dim))
+        x = _extend(x, halos[-1], dim, window, index)
+    return tuple(halos)
+
+
+def _assemble(conv: LocalConv, at: Indices, x: Array, halos: Halos) -> Array:
+    x = clear(conv, at, x)
+    for (dim, window, _), halo, index in zip(conv.spatial(), halos, at, strict=True):
+        x = _extend(x, halo, dim, window, index)
+    return x
+
+
+def outputs(conv: LocalConv, at: Indices, x: Array, halos: Halos, kernel: Array) -> Array:
+    """One convolution over the block and its halos."""
+    return convolve(conv, at, _assemble(conv, at, x, halos), kernel)
