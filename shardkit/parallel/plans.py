@@ -6,19 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class ConvParallel:
-    """Run convolutions and their norms with the input sharded in space.
+    """Run convolutions, norms and elementwise layers with the input sharded in space.
 
     Args:
       axis: mesh axis, e.g. "sp"; or a mapping of mesh axis to dim for several,
         ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out; the mapping may be given as ``dim`` too).
       dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
 
-    Applies to nnx ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm`` and ``InstanceNorm``.
+    Applies to nnx ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm``, ``InstanceNorm``, ``LayerNorm``,
+    ``RMSNorm``, ``Dropout`` and ``PReLU``. A layer given a ``sk.Padded`` returns one; elsewhere ``LayerNorm`` and
+    ``RMSNorm`` over features only, ``Dropout`` and ``PReLU`` run Flax's own code. ``WeightNorm`` and ``SpectralNorm``
+    stay as they are; the layer they wrap may be sharded.
 
     Example:
       >>> import shardkit as sk
@@ -46,9 +50,9 @@ class ConvParallel:
         for name, where in pairs:
             if not isinstance(name, str) and not (isinstance(name, tuple) and all(isinstance(n, str) for n in name)):
                 raise TypeError(f"ConvParallel: a mesh axis is a name or a tuple of names, got {name!r}")
-            if where not in ("D", "H", "W") and (isinstance(where, bool) or not isinstance(where, int)):
+            if where not in ("D", "H", "W") and (isinstance(where, bool) or not isinstance(where, int | np.integer)):
                 raise ValueError(f'ConvParallel: dim={where!r} is unknown; use "D", "H", "W" or a number')
-        object.__setattr__(self, "dims", pairs)
+        object.__setattr__(self, "dims", tuple((a, w if isinstance(w, str) else int(w)) for a, w in pairs))
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:

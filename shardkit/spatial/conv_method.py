@@ -72,7 +72,7 @@ def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> Loca
             raise ValueError(f"{what}: method='overlap' can't run this convolution: {reason}; method='concat' can")
         return dataclasses.replace(conv, method="overlap")
     if method == "blocks":
-        row = next((r for r in _TABLE["tpu"] if regime.images <= r.images), _TABLE["tpu"][0])
+        row = _row("tpu", regime)
         found, reason = _blocks(conv, [row.chunks, 8, 4, 2], row.major, regime)
         if found is None:
             raise ValueError(f"{what}: method='blocks' can't run this convolution: {reason}; method='concat' can")
@@ -83,7 +83,7 @@ def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> Loca
 def _by_table(conv: LocalConv, regime: Regime) -> LocalConv:
     if regime.elements < _LEAST_ELEMENTS or regime.features < _LEAST_FEATURES:
         return conv
-    row = next(r for r in _TABLE.get(regime.platform, _TABLE["cpu"]) if regime.images <= r.images)
+    row = _row(regime.platform, regime)
     if row.method == "overlap" and why_not_overlap(conv) is None:
         return dataclasses.replace(conv, method="overlap")
     if row.method == "blocks":
@@ -92,10 +92,17 @@ def _by_table(conv: LocalConv, regime: Regime) -> LocalConv:
     return conv
 
 
+def _row(platform: str, regime: Regime) -> _Row:
+    """Where the number of images isn't known, the row for few: with more, its form is good as well."""
+    images = regime.images if regime.images_known else 1
+    return next(r for r in _TABLE.get(platform, _TABLE["cpu"]) if images <= r.images)
+
+
 def _blocks(conv: LocalConv, counts: Sequence[int], major: bool, regime: Regime) -> tuple[LocalConv | None, str | None]:
     """In the first number of chunks that some dim can be cut into: sharded dims first, the last of them first."""
-    if not regime.images_known:
-        major = False  # a batch that is cut further must stay the major part of the merged dim
+    # A batch that is cut further must stay the major part of the merged dim, or the compiler gathers it: the
+    # rows for an unknown number of images aren't major.
+    assert regime.images_known or not major
     positions = sorted(range(len(conv.windows)), key=lambda p: (conv.axes[p] is None, -p))
     first = None
     for count in counts:

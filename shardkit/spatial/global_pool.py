@@ -111,7 +111,13 @@ def _extreme(largest: bool, reduction: Reduction, x: Array) -> Array:
 
 
 def _combine(largest: bool, reduction: Reduction, x: Array) -> Array:
-    return (lax.pmax if largest else lax.pmin)(x, reduction.axis_names)
+    combine = functools.partial(lax.pmax if largest else lax.pmin, axis_name=reduction.axis_names)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return combine(x)
+    # A NaN wins, as in jnp.max; an all-reduce may drop it, so the same one carries a flag too.
+    lost = x != x
+    both = combine(jnp.stack([x, jnp.where(lost, 1 if largest else -1, 0).astype(x.dtype)]))
+    return jnp.where(both[1] != 0, jnp.asarray(jnp.nan, x.dtype), both[0])
 
 
 @_extreme.defjvp

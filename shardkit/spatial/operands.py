@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
@@ -59,7 +60,8 @@ def parse_spatial_axes(
                     f"(or a number from 0 to {ndim - 1})"
                 )
             dim = letters[value]
-        elif isinstance(value, int) and not isinstance(value, bool):
+        elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+            value = int(value)
             if not -ndim <= value < ndim:
                 raise ValueError(f"{what}: spatial_axes names dim {value}, but the array has {ndim} dims")
             dim = value % ndim
@@ -134,14 +136,17 @@ def cut_dims(
     return array, cuts
 
 
-def clear_tails(array: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
-    """Zeros at and beyond ``shape`` in ``dims`` of a whole array: elementwise, so nothing moves."""
+def clear_tails(array: Any, shape: Sequence[int], dims: Sequence[int], fill: float = 0) -> Any:
+    """``fill`` at and beyond ``shape`` in ``dims`` of a whole array: elementwise, so nothing moves."""
     sharding = jax.typeof(array).sharding
     typed = bool(explicit_axes(sharding.mesh))
+    if typed and not isinstance(array, Tracer):
+        # The type names no devices; as an argument of jit the array itself does.
+        return jax.jit(clear_tails, static_argnums=(1, 2, 3))(array, tuple(shape), tuple(dims), fill)
     for dim in dims:
         if array.shape[dim] > shape[dim]:
             position = jax.lax.broadcasted_iota(np.int32, array.shape, dim, out_sharding=sharding if typed else None)
-            array = jax.numpy.where(position < shape[dim], array, jax.numpy.zeros((), array.dtype))
+            array = jax.numpy.where(position < shape[dim], array, jax.numpy.asarray(fill, array.dtype))
     return array
 
 

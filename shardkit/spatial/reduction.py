@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.meshes import resolve_mesh
+from shardkit.spatial.block_op import channels_last_letters
 from shardkit.spatial.exchange import Fill, Index, clear_tail
 from shardkit.spatial.operands import (
     Cut,
@@ -93,9 +96,8 @@ def reduce_dims(
     """
     x = as_array(x)
     mesh = resolve_mesh(mesh, x, what=what)
-    letters = {name: x.ndim - 2 - i for i, name in enumerate("WHD") if x.ndim - 2 - i > 0}
-    named = parse_spatial_axes(spatial_axes, x.ndim, letters, mesh, what)
-    dims = (axis,) if isinstance(axis, int) else tuple(axis)
+    named = parse_spatial_axes(spatial_axes, x.ndim, channels_last_letters(x.ndim), mesh, what)
+    dims = tuple(operator.index(d) for d in ((axis,) if isinstance(axis, int | np.integer) else tuple(axis)))
     if any(not -x.ndim <= d < x.ndim for d in dims):
         raise ValueError(f"{what}: axis={axis} is out of range for {x.ndim} dims")
     dims = tuple(sorted(d % x.ndim for d in dims))

@@ -175,8 +175,6 @@ def _read_shape(shape: Any, ndim: int, what: str) -> tuple[int, ...]:
         raise ValueError(
             f"{what}: shape {sizes} has {len(sizes)} entries for an image with {ndim} dims; give one a dim"
         )
-    if min(sizes, default=1) < 1:
-        raise ValueError(f"{what}: can't resize to zero elements (shape {sizes}); every size is at least 1")
     return sizes
 
 
@@ -231,7 +229,9 @@ def _read_image(
     touched = sorted({*changed, *mixed})
     if any(operand.array.shape[d] != operand.shape[d] and d not in operand.cuts for d in touched):
         operand = read_operand(image, spatial_axes, mesh, letters=letters, mixed=touched, what=what)
-    if 0 in operand.shape:
+    if any(out_shape[d] < 1 for d in touched):
+        raise ValueError(f"{what}: can't resize to zero elements (shape {out_shape}); every size is at least 1")
+    if any(operand.shape[d] < 1 for d in touched):
         raise ValueError(f"{what}: the image of shape {operand.shape} is empty; give at least one element a dim")
     return operand, changed
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -68,7 +69,7 @@ def ring_local_response_norm(
         raise ValueError(f"{what}: size={size} must be at least 1")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"{what}: x holds {x.dtype}; cast it to a floating dtype first")
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    given = tuple(operator.index(d) for d in ((axis,) if isinstance(axis, int | np.integer) else tuple(axis)))
     if not given or any(not -x.ndim <= d < x.ndim for d in given):
         raise ValueError(f"{what}: axis={axis} must name dims of an array with {x.ndim} dims")
     dims = {d % x.ndim for d in given}

@@ -18,13 +18,17 @@ F64 = jnp.float64
 
 @dataclasses.dataclass(frozen=True)
 class LayerCase:
-    """``make(rngs)`` gives a layer for an input of ``shape``, whose W (or other dims) are cut over ``mesh``."""
+    """``make(rngs)`` gives a layer for an input of ``shape``, whose W (or other dims) are cut over ``mesh``.
+
+    ``placed_parameters``: they have a place in the image, so their gradients are gathered (parameters are whole).
+    """
 
     make: Callable[[nnx.Rngs], nnx.Module]
     shape: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...] = (("sp", 4),)
     dims: tuple[tuple[str, str], ...] = (("sp", "W"),)
     batch_axis: str | None = None
+    placed_parameters: bool = False
 
     def build(self) -> nnx.Module:
         return randomized(self.make(nnx.Rngs(0)))
@@ -87,6 +91,15 @@ def instance_norm(features, **keywords):
     return lambda rngs: nnx.InstanceNorm(features, **keywords, param_dtype=F64, rngs=rngs)
 
 
+def layer_norm(features, **keywords):
+    return lambda rngs: nnx.LayerNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+
+
+def rms_norm(features, **keywords):
+    return lambda rngs: nnx.RMSNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+
+
+SPACE = {"reduction_axes": (1, 2, 3), "feature_axes": (1, 2, 3)}
 SP2, SP8, DPSP, GRID = (("sp", 2),), (("sp", 8),), (("dp", 2), ("sp", 4)), (("sh", 2), ("sw", 4))
 HW = (("sh", "H"), ("sw", "W"))
 
@@ -152,4 +165,38 @@ LAYERS = {
     "instance norm, exact variance": LayerCase(
         instance_norm(3, use_fast_variance=False, use_bias=False), (2, 13, 3), SP2
     ),
+    "layer norm": LayerCase(layer_norm(4), (4, 3, 13, 4), DPSP, batch_axis="dp"),
+    "layer norm, exact variance, padded batch": LayerCase(
+        layer_norm(4, use_fast_variance=False), (3, 13, 4), DPSP, batch_axis="dp"
+    ),
+    "layer norm, no epsilon": LayerCase(layer_norm(4, epsilon=0.0), (2, 13, 4)),
+    "layer norm of the image": LayerCase(layer_norm(3 * 13 * 2, **SPACE), (2, 3, 13, 2), placed_parameters=True),
+    "layer norm of the image, exact variance, H and W": LayerCase(
+        layer_norm(5 * 13 * 2, use_fast_variance=False, **SPACE), (2, 5, 13, 2), GRID, HW, placed_parameters=True
+    ),
+    "layer norm of the image, scale over features, padded batch": LayerCase(
+        layer_norm(2, reduction_axes=(1, -2, -1)), (3, 3, 13, 2), DPSP, batch_axis="dp"
+    ),
+    "layer norm over features, scale over space": LayerCase(
+        layer_norm(13 * 4, feature_axes=(-2, -1), use_bias=False), (2, 13, 4), SP8, placed_parameters=True
+    ),
+    "layer norm of H, W is cut": LayerCase(
+        layer_norm(5 * 13, reduction_axes=1, feature_axes=(1, 2)), (2, 5, 13, 2), GRID, HW, placed_parameters=True
+    ),
+    "layer norm of the batch": LayerCase(
+        layer_norm(2, reduction_axes=(0, 1, 2), use_scale=False), (3, 13, 2), DPSP, batch_axis="dp"
+    ),
+    "rms norm": LayerCase(rms_norm(4), (4, 3, 13, 4), DPSP, batch_axis="dp"),
+    "rms norm, no epsilon, padded batch": LayerCase(rms_norm(4, epsilon=0.0), (3, 13, 4), DPSP, batch_axis="dp"),
+    "rms norm of the image": LayerCase(rms_norm(3 * 13 * 2, **SPACE), (2, 3, 13, 2), placed_parameters=True),
+    "rms norm of the image, H and W, no scale": LayerCase(
+        rms_norm(2, reduction_axes=(1, 2, 3), use_scale=False), (2, 5, 13, 2), GRID, HW
+    ),
+    # Element by element.
+    "dropout": LayerCase(lambda rngs: nnx.Dropout(0.5, rngs=rngs), (4, 3, 13, 2), DPSP, batch_axis="dp"),
+    "dropout of whole channels": LayerCase(
+        lambda rngs: nnx.Dropout(0.5, broadcast_dims=(1, 2), rngs=rngs), (3, 3, 13, 8), DPSP, batch_axis="dp"
+    ),
+    "dropout, evaluation": LayerCase(lambda rngs: nnx.Dropout(0.5, deterministic=True, rngs=rngs), (2, 13, 2)),
+    "prelu": LayerCase(lambda rngs: nnx.PReLU(param_dtype=F64), (4, 3, 13, 2), DPSP, batch_axis="dp"),
 }

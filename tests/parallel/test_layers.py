@@ -50,7 +50,9 @@ def test_sharded_layer_equals_the_plain_one(name):
     assert_states_close(stats, want_stats)
 
     report = read_collectives(program, mesh)
-    assert report.count("all_gather") == 0, str(report)
+    gathered = [shape for e in report if e.kind == "all_gather" for _, shape in e.shapes]
+    assert case.placed_parameters or not gathered, str(report)
+    assert all(shape[0] == 1 < x.shape[0] for shape in gathered), str(report)  # no activation
     assert report.count("all_to_all") == 0, str(report)
     # The only sums are those of parameter gradients and of statistics (two numbers a feature and image).
     parameters = sum(a.nbytes for a in jax.tree.leaves(want_params))
@@ -65,7 +67,19 @@ def test_the_table_covers_every_layer_there_is():
 
 
 @pytest.mark.parametrize(
-    "name", ["conv strides", "up CIRCULAR, even kernel", "batch norm", "group norm", "instance norm"]
+    "name",
+    [
+        "conv strides",
+        "up CIRCULAR, even kernel",
+        "batch norm",
+        "group norm",
+        "instance norm",
+        "layer norm",
+        "layer norm of the image",
+        "rms norm of the image",
+        "dropout",
+        "prelu",
+    ],
 )
 @pytest.mark.parametrize("kind", ["eager", "jit"])
 def test_plain_arrays_of_uneven_size_give_plain_arrays(name, kind):
@@ -83,7 +97,23 @@ def test_a_plain_even_array_stays_sharded():
     assert sk.placements(out) == (sk.Shard(2),)
 
 
-@pytest.mark.parametrize("name", ["batch norm, exact variance", "batch norm", "group norm", "instance norm"])
+GARBAGE = [
+    "batch norm, exact variance",
+    "batch norm",
+    "group norm",
+    "instance norm",
+    "layer norm",
+    "layer norm, no epsilon",
+    "layer norm of the image",
+    "layer norm over features, scale over space",
+    "rms norm, no epsilon, padded batch",
+    "rms norm of the image",
+    "dropout",
+    "prelu",
+]
+
+
+@pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_in_padded_tails_never_shows(name):
     case = LAYERS[name]
     mesh = sk.make_mesh(dict(case.mesh))
@@ -143,7 +173,14 @@ def test_frozen_batch_norm_communicates_nothing():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("batch norm, neither scale nor bias", 1), ("group norm", 1), ("instance norm, exact variance", 2)],
+    [
+        ("batch norm, neither scale nor bias", 1),
+        ("group norm", 1),
+        ("instance norm, exact variance", 2),
+        ("layer norm of the image", 1),
+        ("layer norm of the image, exact variance, H and W", 2),
+        ("rms norm of the image", 1),
+    ],
 )
 def test_norms_sum_as_little_as_possible(name, count):
     case = LAYERS[name]
@@ -153,6 +190,147 @@ def test_norms_sum_as_little_as_possible(name, count):
     graph, state = nnx.split(layer)
     report = sk.collectives(lambda state, x: nnx.merge(graph, state)(x), state, x, mesh=mesh)
     assert report.by_kind() == {"all_reduce": count}, str(report)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer norm",
+        "layer norm, exact variance, padded batch",
+        "layer norm over features, scale over space",
+        "rms norm",
+        "dropout",
+        "dropout of whole channels",
+        "prelu",
+    ],
+)
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_layers_that_are_local_communicate_nothing(name, axis_types):
+    case = LAYERS[name]
+    mesh = sk.make_mesh(dict(case.mesh), axis_types=axis_types)
+    with jax.set_mesh(mesh):
+        layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+        x = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+        graph, state = nnx.split(layer)
+        assert sk.collectives(lambda state, x: nnx.merge(graph, state)(x), state, x, mesh=mesh).by_kind() == {}
+
+
+@pytest.mark.parametrize("make", [nnx.LayerNorm, nnx.RMSNorm])
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_layer_norms_of_low_precision_have_the_dtypes_of_flax(make, dtype, given):
+    if given == jnp.complex64 and dtype is not None:
+        pytest.skip("Flax refuses to make reals of complex numbers")
+    rng = np.random.default_rng(0)
+    imaginary = 1j * rng.normal(size=(2, 13, 3)) if given == jnp.complex64 else 0
+    x = jnp.asarray(rng.normal(size=(2, 13, 3)) + imaginary, given)
+    mesh = sk.make_mesh(SP4)
+    for axes, features in ((-1, 3), ((1, 2), 39)):
+        keywords = {"dtype": dtype, "reduction_axes": axes, "feature_axes": axes}
+        plain = make(features, **keywords, rngs=nnx.Rngs(0))
+        sharded = sk.parallelize(make(features, **keywords, rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, mesh)
+        want, got = plain(x), sharded(sk.shard_tensor(x, {"sp": sk.Shard(1)}, mesh, uneven="pad"))
+        assert isinstance(got, sk.Padded) and got.dtype == want.dtype
+        wide = np.complex64 if given == jnp.complex64 else np.float32
+        tolerance = 3e-2 if want.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(np.asarray(got).astype(wide), np.asarray(want).astype(wide), atol=tolerance)
+
+
+def test_layer_norm_of_features_runs_flax_itself_on_arrays():
+    """With a mask, too, and of an array that has no spatial dims: nothing to say, nothing to do."""
+    x, mask = np.random.default_rng(0).normal(size=(5, 3)), np.arange(15).reshape(5, 3) % 4 > 0
+    for make in (nnx.LayerNorm, nnx.RMSNorm):
+        layer = sk.parallelize(make(3, rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+        assert_close(layer(x, mask=mask), make(3, rngs=nnx.Rngs(0))(x, mask=mask), 0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["eager", "jit"])
+def test_dropout_draws_what_it_draws_of_the_whole_and_goes_on_drawing(rate, kind):
+    mesh, x = sk.make_mesh(SP4), np.random.default_rng(0).normal(size=(2, 13, 2))
+    plain = nnx.Dropout(rate, rngs=nnx.Rngs(0))
+    layer = sk.parallelize(nnx.Dropout(rate, rngs=nnx.Rngs(0)), {"": sk.ConvParallel()}, mesh)
+    placed = sk.shard_tensor(x, {"sp": sk.Shard(1)}, mesh, uneven="pad")
+    call = (lambda m, x: m(x)) if kind == "eager" else nnx.jit(lambda m, x: m(x))
+    for _ in range(2):
+        got = call(layer, placed)
+        assert isinstance(got, sk.Padded)
+        assert_close(got, call(plain, x), 0)
+    assert_close(layer(placed, deterministic=True), x, 0)
+    assert_close(layer(placed, rngs=nnx.Rngs(dropout=3)), plain(x, rngs=nnx.Rngs(dropout=3)), 0)
+    layer.eval()
+    assert_close(layer(placed), x, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer norm",
+        "layer norm of the image, scale over features, padded batch",
+        "rms norm",
+        "prelu",
+        "group norm",
+        "instance norm, exact variance",
+    ],
+)
+def test_inside_a_manual_region(name):
+    """Blocks of a Padded, garbage in the tail; the gradient of scale and input as on one device."""
+    case, mesh = LAYERS[name], sk.make_mesh(SP4)
+    shape = (2, *case.shape[1:])
+    x = np.random.default_rng(1).normal(size=shape)
+    dim, spec = len(shape) - 2, jax.sharding.PartitionSpec(*[None] * (len(shape) - 2), "sp")
+    clean = sk.shard_tensor(x, {"sp": sk.Shard(dim)}, mesh, uneven="pad")
+    tail = (np.arange(clean.array.shape[dim]) >= shape[dim])[:, None]
+    layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
+    graph, params = nnx.split(layer)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)
+    def blocks(params, block):
+        return nnx.merge(graph, params)(sk.Padded(block, shape)).array
+
+    def loss(params, array):
+        return jnp.sum(jnp.sin(blocks(params, array)[tuple(slice(s) for s in shape)]))
+
+    got = jax.value_and_grad(loss, (0, 1))(params, jnp.where(tail, jnp.nan, clean.array))
+    plain_graph, plain_params = nnx.split(case.build())
+    want = jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(nnx.merge(plain_graph, p)(x))), (0, 1))(plain_params, x)
+    assert_close(got[0], want[0])
+    assert_states_close(got[1][0], want[1][0])
+    assert_close(got[1][1][tuple(slice(s) for s in shape)], want[1][1])
+
+
+def test_a_scale_with_a_place_in_the_image_is_refused_in_a_manual_region():
+    mesh, spec = sk.make_mesh(SP4), jax.sharding.PartitionSpec(None, "sp")
+    layer = sk.parallelize(LAYERS["layer norm over features, scale over space"].build(), {"": sk.ConvParallel()}, mesh)
+    run = jax.shard_map(
+        lambda b: layer(sk.Padded(b, (2, 13, 4))).array, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    with pytest.raises(ValueError, match="call this layer outside it"):
+        run(np.ones((2, 16, 4)))
+
+
+@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_a_wrapped_convolution_is_sharded_inside_its_wrapper(wrapper, axis_types):
+    """The wrapper stays Flax's own: it changes the kernel in place, then calls the twin."""
+    case, mesh = LAYERS["conv strides"], sk.make_mesh(SP4, axis_types=axis_types)
+    make = lambda: randomized(wrapper(case.make(nnx.Rngs(0)), rngs=nnx.Rngs(1)))  # noqa: E731
+    with jax.set_mesh(mesh):
+        layer, plain = sk.parallelize(make(), {"**": case.plan()}, mesh), make()
+        assert type(layer) is wrapper and type(layer.layer_instance) is not nnx.Conv
+        x = sk.shard_tensor(case.operand(), case.placements(), mesh, uneven="pad")
+        for call in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
+            got, want = call(layer, x), call(plain, case.operand())
+            assert isinstance(got, sk.Padded)
+            assert_close(got, want)
+            assert_states_close(nnx.state(layer), nnx.state(plain))
+
+
+def test_a_pattern_for_the_wrapper_itself_is_refused_by_name():
+    model = nnx.Sequential(nnx.WeightNorm(nnx.Conv(2, 3, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)))
+    with pytest.raises(ValueError, match=r"a WeightNorm, which ConvParallel doesn't know.*layers/0/layer_instance"):
+        sk.parallelize(model, {"layers/0": sk.ConvParallel()}, sk.make_mesh(SP4))
 
 
 # --- layers that can't run sharded --------------------------------------------------------------------------
@@ -192,6 +370,16 @@ CANNOT = {
         lambda rngs: nnx.GroupNorm(2, num_groups=1, reduction_axes=(1, 2), param_dtype=F64, rngs=rngs),
         {},
         r"layer '' \(GroupNorm\) runs unsharded: it has its own reduction_axes=\(1, 2\)",
+    ),
+    "layer norm of the image with a mask": (
+        lambda rngs: nnx.LayerNorm(2, reduction_axes=(1, 2), param_dtype=F64, rngs=rngs),
+        {"mask": np.arange(5)[:, None] < 3},
+        r"layer '' \(LayerNorm\) runs unsharded: it was called with a mask",
+    ),
+    "rms norm of the image with a mask": (
+        lambda rngs: nnx.RMSNorm(2, reduction_axes=(1, 2), param_dtype=F64, rngs=rngs),
+        {"mask": np.arange(5)[:, None] < 3},
+        r"layer '' \(RMSNorm\) runs unsharded: it was called with a mask",
     ),
     "instance norm of other dims": (
         lambda rngs: nnx.InstanceNorm(5, feature_axes=1, param_dtype=F64, rngs=rngs),
@@ -282,6 +470,13 @@ EXPLICIT = [
     "batch norm, frozen",
     "group norm",
     "instance norm",
+    "layer norm",
+    "layer norm of the image",
+    "layer norm of the image, scale over features, padded batch",
+    "layer norm over features, scale over space",
+    "rms norm of the image",
+    "dropout",
+    "prelu",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import shardkit as sk
@@ -27,6 +28,7 @@ def test_argument_forms(plan, dims):
 def test_equal_plans_are_equal_and_hashable():
     assert sk.ConvParallel("sp", "W") == sk.ConvParallel({"sp": "W"})
     assert sk.ConvParallel("sp", "W") != sk.ConvParallel("sp", "H")
+    assert sk.ConvParallel("sp", np.int64(2)) == sk.ConvParallel("sp", 2)
     assert len({sk.ConvParallel(), sk.ConvParallel("sp"), sk.ConvParallel("tp")}) == 2
 
 

@@ -99,7 +99,8 @@ def test_one_small_all_reduce(reduce):
     pool = lambda x: ring_global_pool(x, reduce, spatial_axes={"sq": "H", "sp": "W"})  # noqa: E731
     report = sk.collectives(pool, x, mesh=mesh)
     assert report.by_kind() == {"all_reduce": 1}
-    assert sum(e.result_bytes for e in report) == 2 * 5 * 8
+    flag = 2 if reduce in ("max", "min") else 1  # for NaNs, beside each extreme
+    assert sum(e.result_bytes for e in report) == 2 * 5 * 8 * flag
     gradient = sk.collectives(jax.grad(lambda x: jnp.sin(pool(x)).sum()), x, mesh=mesh)
     assert gradient.count() == (2 if reduce in ("max", "min") else 1), str(gradient)  # the extreme, and its ties
 
@@ -157,6 +158,29 @@ def test_inside_manual_regions(reduce):
         axis_names={"dp"},
     )
     np.testing.assert_allclose(jax.jit(nested)(x), jax.grad(loss(lambda h: getattr(jnp, reduce)(h, 1)))(x), atol=1e-12)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_a_nan_on_any_device_wins(reduce, axis_types, dtype):
+    """An all-reduce of maxima drops NaNs on some platforms; jnp.max never does. Infinities are no NaNs."""
+    x = np.random.default_rng(0).normal(size=(3, 13, 3))
+    x[0, 7, 1], x[1, 12, 0], x[2, 0, 2], x[2, 5, 0] = np.nan, np.nan, np.inf, -np.inf
+    x, mesh = jnp.asarray(x, dtype), sk.make_mesh(SP4, axis_types=axis_types)
+    placed = sk.shard_tensor(x, {"sp": sk.Shard(1)}, mesh, uneven="pad")
+    pool = jax.jit(lambda x: ring_global_pool(x, reduce, spatial_axes={"sp": 1}, mesh=mesh))
+    want = getattr(jnp, reduce)(x, 1)
+    np.testing.assert_array_equal(np.asarray(pool(placed), np.float32), np.asarray(want, np.float32))
+    assert sk.collectives(pool, placed, mesh=mesh).by_kind() == {"all_reduce": 1}
+
+
+def test_numpy_integers_and_every_letter_name_dims():
+    mesh, x = sk.make_mesh(SP4), np.random.default_rng(0).normal(size=(8, 3, 5))
+    for axis in (np.int64(0), np.array([0, 1])):
+        for dim in (np.int64(0), np.int32(-3), "N"):
+            got = ring_global_pool(x, axis=axis, spatial_axes={"sp": dim}, mesh=mesh)
+            np.testing.assert_allclose(got, x.mean(tuple(np.atleast_1d(axis))), atol=1e-12)
 
 
 @pytest.mark.parametrize(

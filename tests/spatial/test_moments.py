@@ -299,7 +299,7 @@ def test_a_block_that_counts_as_the_whole_batch_is_refused():
         ({"x": np.ones((0, 3, 8, 2))}, "no elements to average over dims (0, 1, 2) of shape (0, 3, 8, 2)"),
         ({"x": np.ones((2, 3, 0, 2))}, "dim 2 of shape (2, 3, 0, 2) is empty"),
         ({"spatial_axes": {"tp": "W"}}, "names mesh axis 'tp', but the mesh has ('sp',)"),
-        ({"spatial_axes": {"sp": "D"}}, "names dim 'D', but the dims are ['H', 'W']"),
+        ({"spatial_axes": {"sp": "D"}}, "names dim 'D', but the dims are ['C', 'H', 'N', 'W']"),
         ({"spatial_axes": {}}, "spatial_axes maps mesh axes to array dims"),
     ],
 )

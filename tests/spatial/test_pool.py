@@ -440,3 +440,12 @@ def test_explicit_axes_that_are_not_named():
         ring_max_pool(x, (3, 3), spatial_axes={"sp": "W"})
     with pytest.raises(ValueError, match="no mesh"):
         ring_max_pool(np.ones((2, 8, 8, 4)), (3, 3), spatial_axes={"sp": "W"})
+
+
+def test_eagerly_on_explicit_axes_with_another_dim_padded():
+    """No jit and no jax.set_mesh: only the array says on which devices it lies. Garbage in the other dim's tail."""
+    mesh = sk.make_mesh({"dp": 2, "sp": 4}, axis_types="explicit")
+    x = np.random.default_rng(0).normal(size=(3, 13, 2))
+    placed = sk.shard_tensor(x, {"dp": sk.Shard(0), "sp": sk.Shard(1)}, mesh, uneven="pad")
+    got = ring_max_pool(placed, (3,), (2,), "SAME", spatial_axes={"sp": 1}, mesh=mesh)
+    np.testing.assert_array_equal(np.asarray(got), linen.max_pool(x, (3,), (2,), "SAME"))

@@ -276,3 +276,16 @@ def test_traced_warps_and_unnamed_explicit_axes():
     x = sk.shard_tensor(np.ones((2, 8, 8, 1)), {"sq": sk.Shard(1), "sp": sk.Shard(2)}, mesh)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"dim 1 is sharded over Explicit mesh axes .* add them"):
         ring_resize(x, (2, 4, 8, 1), "linear", spatial_axes={"sp": "W"})
+
+
+@pytest.mark.parametrize("method", ["nearest", "linear"])
+@pytest.mark.parametrize("shape", [(0, 13, 3), (2, 13, 0)])
+def test_a_dim_that_stays_may_be_empty(shape, method):
+    """An empty batch, as jax.image.resize takes it."""
+    mesh, new = sk.make_mesh({"sp": 4}), (shape[0], 29, shape[2])
+    x = np.ones(shape, np.float32)
+    got = ring_resize(x, new, method, spatial_axes={"sp": "W"}, mesh=mesh)
+    want = jax.image.resize(x, new, method)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    with pytest.raises(ValueError, match="is empty; give at least one element a dim"):
+        ring_resize(x, tuple(s or 2 for s in new), method, spatial_axes={"sp": "W"}, mesh=mesh)
