@@ -6,6 +6,7 @@ machine whose speed drifts slows both; the ratio of the medians is what counts. 
     python benchmarks/ring_conv.py                # the table in benchmarks/README.md
     python benchmarks/ring_conv.py --rounds 5 --devices 4
     python benchmarks/ring_conv.py --sweep 500    # no gather in 500 random configurations
+    python benchmarks/ring_conv.py --targets      # compiled for TPU v5e and H100 (needs their compilers)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+import described  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
@@ -231,6 +233,33 @@ def write(rows: list[Row], rounds: int, where: str) -> None:
     between(HERE.parent / "README.md", "measured", markdown(few, [0, 2, 3, 4, 5]))
 
 
+def write_described(rows: list[described.Figures], where: str) -> None:
+    """The compilers' figures as JSON, and as a table in benchmarks/README.md."""
+    (HERE / "results").mkdir(exist_ok=True)
+    data = {"versions": where, "rows": [dataclasses.asdict(r) for r in rows]}
+    (HERE / "results" / "ring_conv_targets.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = ["| " + " | ".join(described.HEADINGS) + " |", "|" + " --- |" * len(described.HEADINGS)]
+    lines += ["| " + " | ".join(described.cells(row, rows, counts)) + " |" for row in rows]
+    peaks = ", ".join(
+        f"{described.peak_mega_cycles(regime, 8):.1f} ({described.name(regime)})" for regime in described.REGIMES
+    )
+    note = f"{where}. The flops alone, at the TPU's peak: {peaks} M cycles."
+    between(HERE / "README.md", "targets", [note, "", *lines])
+
+
+def compile_described(targets: list[str], dry: bool, console: Console) -> None:
+    """Every program and form, compiled for each target."""
+    jobs = described.jobs(targets)
+    rows = []
+    for target, program, form, run in track(jobs, description="compiling", console=console):
+        rows.append(run())
+        figures = rows[-1]
+        cycles = "" if figures.mega_cycles is None else f"{figures.mega_cycles:.1f} M cycles, "
+        console.print(f"{target} | {program} | {form}: {cycles}{figures.temporaries_mb:,.0f} MB")
+    if not dry:
+        write_described(rows, versions())
+
+
 def sweep(count: int, console: Console) -> int:
     """How many of ``count`` random configurations gather, mix or sum an activation; forward and backward."""
     sys.path.insert(0, str(HERE.parent))
@@ -272,6 +301,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--devices", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--sweep", type=int, default=0, help="check that many random configurations instead")
+    parser.add_argument(
+        "--targets",
+        nargs="*",
+        help=f"compile for described hardware instead: {', '.join(described.TARGETS)} (default: both, and cpu)",
+    )
     parser.add_argument("--dry", action="store_true", help="don't write the results")
     parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
@@ -279,6 +313,11 @@ def main() -> None:
     if arguments.rewrite:
         stored = json.loads((HERE / "results" / "ring_conv.json").read_text())
         write([Row(**row) for row in stored["rows"]], stored["rounds"], stored["versions"])
+        stored = json.loads((HERE / "results" / "ring_conv_targets.json").read_text())
+        write_described([described.Figures(**row) for row in stored["rows"]], stored["versions"])
+        return
+    if arguments.targets is not None:
+        compile_described(arguments.targets or [*described.TARGETS, "cpu"], arguments.dry, console)
         return
     if arguments.sweep:
         sys.exit(1 if sweep(arguments.sweep, console) else 0)

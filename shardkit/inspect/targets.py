@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-# libtpu asks the machine it believes to run on what it is. These answer for it.
-_TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+# libtpu asks the machine it believes to run on what it is; these answer for it. It also lets only one process
+# have it, which makes sense where there is a TPU to have.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 # Device name -> what libtpu calls a host of it in TPU_ACCELERATOR_TYPE.
 _TPU_ACCELERATORS = {"v4": "v4", "v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e"}
@@ -65,7 +70,7 @@ def target_devices(target: str) -> np.ndarray:
       ValueError: a target that isn't known.
       ImportError: the compiler for it isn't installed; names the package.
     """
-    found = re.fullmatch(r"(tpu|gpu):(\w+):([\dx]+)", target)
+    found = re.fullmatch(r"(tpu|gpu):(\w+):(\d+(?:x\d+)*)", target)
     if found is None:
         raise ValueError(f'target {target!r} is unknown; write for example "tpu:v5e:2x4" or "gpu:h100:8"')
     platform, name, size = found.groups()

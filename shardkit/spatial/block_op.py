@@ -208,7 +208,7 @@ def _cleared(out: Array, clear: tuple[tuple[int, int, int], ...], at: At) -> Arr
     return out
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(region: _Region, x: Array, *whole: Array) -> Array:
     x = pad_to(x, region.shape)
     if region.reshard:

@@ -49,7 +49,11 @@ def ring_conv(
         runs as one convolution instead of one a group).
       padding_mode: what lies beyond the edges of the spatial dims: "zeros", "circular", "reflect",
         "replicate"; one for all, one a spatial dim, or a mapping by letter or dim.
-      method: "concat" (one convolution over the block with its halos) or "auto".
+      method: how the block meets its halos; values are equal. "concat": one convolution over both. "overlap": the
+        block is convolved while halos travel, then its edges are put right; keeps least memory. "blocks": the
+        block is cut into chunks that lie side by side in the batch dim, what a TPU likes with few images.
+        "auto": what the benchmark found best for the platform (benchmarks/README.md), "concat" where that
+        can't run.
       mesh: else the mesh of ``lhs``, else the ambient one.
 
     Returns:
@@ -61,7 +65,8 @@ def ring_conv(
 
     Raises:
       ValueError: unknown axis or dim letter, an axis used twice, features that disagree, padding or
-        strides of the wrong length, no output, an empty batch, unknown mode or method.
+        strides of the wrong length, no output, an empty batch, unknown mode or method, a method that can't
+        run this convolution (the message says why, and which can).
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -26,6 +26,12 @@ def convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array:
             lo = -(window.exchange.starts[0] * base + window.phases[0])
         elif window.static_phase:
             lo = -window.phases[0]
+        elif conv.shift_kernel and window.window.rhs_dilation == 1:
+            kernel = _shifted(conv, kernel, position, window, at[position])
+            covered = (window.out_block - 1) * window.window.stride + window.window.reach + base
+            padding.append((1, covered - 1 - ((length - 1) * base + 1)))
+            dilation.append(base)
+            continue
         elif window.slices_output:
             lo = 0
             slices.append((position, window))
@@ -44,6 +50,20 @@ def convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array:
         phase = per_shard(window.phases, at[position])
         out = lax.dynamic_slice_in_dim(out, phase, window.out_block, axis=dim)
     return out
+
+
+def _shifted(conv: LocalConv, kernel: Array, position: int, window: ShardedWindow, index: Index) -> Array:
+    """A wider kernel, whose taps begin where this shard's windows do: no phase touches an activation.
+
+    It begins one position before the line: XLA's TPU compiler moves space into the batch dim (as "blocks"
+    does) of dilated inputs too, but only of those that are padded in front.
+    """
+    dim, room = conv.rhs_spec[2 + position], window.window.lhs_dilation - 1
+    config = [(0, 0, 0)] * kernel.ndim
+    config[dim] = (room + 1, room, 0)
+    padded = lax.pad(kernel, jnp.zeros((), kernel.dtype), config)
+    start = per_shard(tuple(room - phase for phase in window.phases), index)
+    return lax.dynamic_slice_in_dim(padded, start, kernel.shape[dim] + room + 1, axis=dim)
 
 
 def convolve_piece(

@@ -22,7 +22,8 @@ def cut_into_chunks(conv: LocalConv, chunks: Chunks) -> LocalConv:
     at, window = chunks.position, conv.windows[chunks.position]
     chunked = shard_window(window.window, window.exchange.shards * chunks.count, conv.modes[at])
     windows = (*conv.windows[:at], chunked, *conv.windows[at + 1 :])
-    return dataclasses.replace(conv, windows=windows, method="blocks", chunks=chunks)
+    # No barrier: what the compiler lays out for chunks it fuses into the convolutions that read it.
+    return dataclasses.replace(conv, windows=windows, method="blocks", chunks=chunks, barrier=False)
 
 
 def why_not_chunks(conv: LocalConv, position: int, count: int) -> str | None:

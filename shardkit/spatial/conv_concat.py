@@ -26,23 +26,34 @@ def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow,
     return line if kept_whole(window) else cut_span(line, window.exchange, index, dim)
 
 
+def _order(conv: LocalConv) -> list[int]:
+    """Spatial dims as they are exchanged: the one that lies in chunks comes last.
+
+    Chunks with their halos hold some elements twice, and what another dim sends would hold them twice, too.
+    """
+    return sorted(range(len(conv.windows)), key=lambda p: conv.chunks is not None and conv.chunks.position == p)
+
+
 def exchange_halos(conv: LocalConv, at: Indices, x: Array) -> Halos:
-    """Halos of every spatial dim; a later dim's carry the corners of the earlier ones."""
+    """Halos of every spatial dim; those of one exchanged later carry the corners of the earlier ones."""
     x = clear(conv, at, x)
-    halos = []
-    for position, ((dim, window, axis), index) in enumerate(zip(conv.spatial(), at, strict=True)):
+    spatial, halos = conv.spatial(), {}
+    for position in _order(conv):
+        dim, window, axis = spatial[position]
         if conv.chunks is not None and conv.chunks.position == position:
-            halos.append(receive_chunks(conv, x))
+            halos[position] = receive_chunks(conv, x)
         else:
-            halos.append(receive(x, window.exchange, axis, index, dim))
-        x = _extend(x, halos[-1], dim, window, index)
-    return tuple(halos)
+            halos[position] = receive(x, window.exchange, axis, at[position], dim)
+        x = _extend(x, halos[position], dim, window, at[position])
+    return tuple(halos[position] for position in range(len(spatial)))
 
 
 def _assemble(conv: LocalConv, at: Indices, x: Array, halos: Halos) -> Array:
     x = clear(conv, at, x)
-    for (dim, window, _), halo, index in zip(conv.spatial(), halos, at, strict=True):
-        x = _extend(x, halo, dim, window, index)
+    spatial = conv.spatial()
+    for position in _order(conv):
+        dim, window, _ = spatial[position]
+        x = _extend(x, halos[position], dim, window, at[position])
     return x
 
 

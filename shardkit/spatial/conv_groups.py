@@ -68,7 +68,8 @@ def _depthwise(conv: LocalConv, x: Array, kernel: Array) -> Array:
         for dim, kernel_dim, at, sharded in zip(conv.lhs_spec[2:], spatial, tap, conv.windows, strict=True):
             window = sharded.window
             starts[dim], strides[dim], index[kernel_dim] = at * window.rhs_dilation, window.stride, at
-            count = (x.shape[dim] - window.reach) // window.stride + 1
+            reach = (kernel.shape[kernel_dim] - 1) * window.rhs_dilation + 1
+            count = (x.shape[dim] - reach) // window.stride + 1
             limits[dim] = starts[dim] + (count - 1) * window.stride + 1
         weight = jnp.expand_dims(kernel[tuple(index)], [d for d in range(x.ndim) if d != feature])
         products.append(lax.slice(x, starts, limits, strides) * weight.astype(x.dtype))

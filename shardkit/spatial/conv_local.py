@@ -110,12 +110,21 @@ def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
 
 def _input_tangent(conv: LocalConv, at: Indices, dx: Array, kernel: Array, out: Array) -> Array:
     gather = input_gradient_conv(conv)
-    if gather is None or is_tiny(conv, dx, kernel):
-        return _plain(conv, at, dx, kernel)
-    flipped = _transposed_kernel(conv, kernel)
-    backward = functools.partial(_plain, gather, at)
-    (tangent,) = jax.linear_transpose(lambda dy: backward(dy, flipped), out)(clear(conv, at, dx))
-    return tangent
+
+    def along_input(at, dx, kernel):
+        if gather is None or is_tiny(conv, dx, kernel):
+            return _plain(conv, at, dx, kernel)
+        flipped = _transposed_kernel(conv, kernel)
+        backward = functools.partial(_plain, gather, at)
+        # ``out`` only says what the outputs look like; its values aren't used, nor kept.
+        (tangent,) = jax.linear_transpose(lambda dy: backward(dy, flipped), out)(clear(conv, at, dx))
+        return tangent
+
+    if conv.method == "overlap":
+        # checkpoint: else every select keeps its mask and its zeros, arrays of the layer's size, where the
+        # backward pass isn't compiled together with the forward one (or lies in another turn of a scan).
+        along_input = jax.checkpoint(along_input, prevent_cse=False)
+    return along_input(at, dx, kernel)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -157,17 +166,19 @@ def local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
     Returns:
       ``out_block`` outputs in each spatial dim; those beyond the logical size mean nothing.
     """
-    if not jnp.issubdtype(x.dtype, jnp.inexact) or not jnp.issubdtype(kernel.dtype, jnp.inexact):
-        return _plain(conv, at, x, kernel)  # nothing to differentiate
-    x, kernel = _vary_alike(x, kernel, at)
+    if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(kernel.dtype, jnp.inexact):
+        x, kernel = _vary_alike(x, kernel, at)
+        run = _local_conv
+    else:
+        run = _plain  # nothing to differentiate
     if conv.chunks is None:
-        return _local_conv(conv, at, x, kernel)
+        return run(conv, at, x, kernel)
     position = conv.chunks.position
     window, index = conv.windows[position], at[position]
     dim, out_dim = conv.lhs_spec[2 + position], conv.out_spec[2 + position]
     shards = window.exchange.shards // conv.chunks.count
     x = clear_tail(x, window.exchange.size, shards, index, dim)
-    out = _local_conv(conv, at, to_chunks(x, conv.lhs_spec[0], dim, conv.chunks), kernel)
+    out = run(conv, at, to_chunks(x, conv.lhs_spec[0], dim, conv.chunks), kernel)
     out = from_chunks(out, conv.out_spec[0], out_dim, conv.chunks)
     # Of gradients too, which come the other way.
     return clear_tail(out, window.window.output_size, shards, index, out_dim)

@@ -63,14 +63,14 @@ def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> Loca
     Raises:
       ValueError: the form can't run this convolution; says why.
     """
-    conv = dataclasses.replace(conv, barrier=regime.platform != "tpu")
+    conv = dataclasses.replace(conv, shift_kernel=regime.platform == "tpu")
     if method == "auto":
         return _by_table(conv, regime)
     if method == "overlap":
         reason = why_not_overlap(conv)
         if reason is not None:
             raise ValueError(f"{what}: method='overlap' can't run this convolution: {reason}; method='concat' can")
-        return dataclasses.replace(conv, method="overlap")
+        return dataclasses.replace(conv, method="overlap", barrier=False)  # nothing to make again
     if method == "blocks":
         row = _row("tpu", regime)
         found, reason = _blocks(conv, [row.chunks, 8, 4, 2], row.major, regime)
@@ -85,7 +85,7 @@ def _by_table(conv: LocalConv, regime: Regime) -> LocalConv:
         return conv
     row = _row(regime.platform, regime)
     if row.method == "overlap" and why_not_overlap(conv) is None:
-        return dataclasses.replace(conv, method="overlap")
+        return dataclasses.replace(conv, method="overlap", barrier=False)  # nothing to make again
     if row.method == "blocks":
         found, _ = _blocks(conv, [row.chunks], row.major, regime)
         return found or conv

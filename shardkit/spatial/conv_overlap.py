@@ -55,14 +55,12 @@ def why_not_overlap(conv: LocalConv) -> str | None:
     """What keeps a convolution from this form; None if nothing does."""
     for position, (_, window, _) in enumerate(conv.spatial()):
         exchange = window.exchange
-        if not exchange.messages:
-            if not kept_whole(window):
-                return f"windows begin at another place in each block of spatial dim {position}"
-            continue
         if exchange.table is not None:
             return f"padding_mode={conv.modes[position]!r} lays its edges out element by element"
         if not kept_whole(window):
             return f"windows begin at another place in each block of spatial dim {position}"
+        if not exchange.messages:
+            continue
         if len(exchange.before) > 1 or len(exchange.after) > 1:
             return f"halos in spatial dim {position} are wider than a block of {exchange.block} elements"
         lower, upper = edges(window)

@@ -190,7 +190,9 @@ def _place_explicit(
     return conv
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# inline: as a function of its own, XLA simplifies it before it sees what stands around it. On one TPU chip that
+# leaves every layer's chunks ("blocks") to be put together and cut again.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run_region(region: _Region, lhs: Array, rhs: Array) -> Array:
     lhs = pad_to(lhs, region.shape)
     if region.reshard:

@@ -43,6 +43,8 @@ class LocalConv:
       method: "concat", "overlap" or "blocks": how block and halos meet (see ``conv_local``).
       chunks: for "blocks", which spatial dim lies cut in the batch dim. Its window is then that of all
         devices' chunks, as if each were a shard.
+      shift_kernel: where windows begin at another phase of a dilated input on each shard, a wider kernel is
+        cut at the phase (more taps); else the outputs are (one more array).
       barrier: the backward pass makes block and halos one array again, instead of keeping that array.
     """
 
@@ -61,6 +63,7 @@ class LocalConv:
     method: str = "concat"
     chunks: Chunks | None = None
     barrier: bool = True
+    shift_kernel: bool = False
 
     def spatial(self):
         """(array dim of the input, window, mesh axis) for each spatial dim."""

@@ -179,7 +179,7 @@ class _Region:
     nested: bool
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(region: _Region, x: Array) -> tuple[Array, ...]:
     x = pad_to(x, region.shape)
     if region.reshard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import jax
@@ -11,7 +12,9 @@ from jax import lax
 from jax import numpy as jnp
 
 import shardkit as sk
-from shardkit.spatial.windows import Window, extended_index
+from shardkit.spatial.conv_method import Regime, choose_form
+from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.windows import Window, extended_index, shard_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,37 @@ class Case:
             for n, k, s, (lo, hi), a, b in zip(self.sizes, self.kernels, strides, pads, ld, rd, strict=True)
         ]
 
+    def shards(self, letter: str) -> int:
+        """Blocks that a dim is cut into."""
+        sizes = dict(self.mesh)
+        cuts = [(a,) if isinstance(a, str) else a for a, where in self.axes if where == letter]
+        return math.prod(sizes[name] for names in cuts for name in names)
+
+    def local_conv(self) -> LocalConv:
+        """What each device would be told to do, without a mesh or an array: the form "concat"."""
+        numbers = lax.conv_dimension_numbers(*self.shapes(), (self.lhs, self.rhs, self.lhs))
+        named = {letter: axis for axis, letter in self.axes}
+        modes = self.per_dim(self.modes, "zeros")
+        return LocalConv(
+            *(tuple(spec) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)),
+            windows=tuple(
+                shard_window(w, self.shards(letter), m)
+                for w, letter, m in zip(self.windows(), self.letters, modes, strict=True)
+            ),
+            axes=tuple(named.get(letter) for letter in self.letters),
+            modes=modes,
+            feature_groups=self.feature_groups,
+            batch_groups=self.batch_groups,
+            precision=None,
+            preferred_element_type=None,
+        )
+
+    def in_form(self, method: str, images_known: bool = True) -> LocalConv:
+        """The same in the form asked for; ValueError where it can't run."""
+        images = self.batch // self.shards("N") if images_known else self.batch
+        regime = Regime("cpu", images, images_known, 1, 1)
+        return choose_form(self.local_conv(), method, regime, "ring_conv")
+
     def reference(self, x, kernel):
         """lax on one device; edges that aren't zeros are laid out element by element first."""
         modes = self.per_dim(self.modes, "zeros")
@@ -165,6 +199,94 @@ def draw(rng: random.Random) -> Case:
             continue
         if any(m == "reflect" and max(p) >= s for m, p, s in zip(modes, case.padding, case.sizes, strict=True)):
             continue
+        return case
+
+
+def _aligned(rng: random.Random, shards: int, chunks: int, mode: str) -> dict:
+    """One dim whose blocks all see the same windows: what "overlap" and "blocks" ask for.
+
+    Blocks of ``q * stride`` inputs and ``q * lhs_dilation`` outputs, the last ones short or empty now and then;
+    padding makes up the difference.
+    """
+    q = chunks * rng.randint(1, max(1, 5 // chunks))
+    stride, taps, spread = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 1, 2))
+    dilation = rng.choice((1, 1, 1, 1, 2)) if stride < 3 else 1
+    block, out_block = q * stride, q * dilation
+    missing, short = (0, 0) if mode == "circular" or rng.random() < 0.4 else (rng.randint(0, 3), rng.randint(0, 3))
+    size, out = block * shards - min(missing, block - 1), out_block * shards - min(short, out_block - 1)
+    reach = (taps - 1) * spread + 1
+    total = (out - 1) * stride + reach - ((size - 1) * dilation + 1) + rng.randint(0, stride - 1)
+    low = rng.randint(-1, max(0, min(total, reach)) + 1) if mode == "zeros" else rng.randint(0, max(0, total))
+    return {
+        "sizes": size,
+        "kernels": taps,
+        "strides": stride,
+        "padding": (low, total - low),
+        "lhs_dilation": dilation,
+        "rhs_dilation": spread,
+        "modes": mode,
+    }
+
+
+def _anyhow(rng: random.Random, mode: str) -> dict:
+    """One dim of a device's own, for which there is nothing to align."""
+    lowest = 0 if mode != "zeros" else -1
+    return {
+        "sizes": rng.randint(4, 9),
+        "kernels": rng.randint(1, 4),
+        "strides": rng.randint(1, 3),
+        "padding": (rng.randint(lowest, 3), rng.randint(lowest, 3)),
+        "lhs_dilation": rng.choice((1, 1, 1, 2)),
+        "rhs_dilation": rng.choice((1, 1, 2)),
+        "modes": mode,
+    }
+
+
+def draw_for(rng: random.Random, method: str) -> Case:
+    """One random configuration that really runs in the form ``method``, drawn again where it can't."""
+    while True:
+        count = rng.choice((1, 2, 2, 2, 3))
+        mesh = rng.choice(MESHES)
+        letters = "DHW"[-count:]
+        space = [a for a, _ in mesh if a != "dp"]
+        cut = dict(zip(space, rng.sample(letters, min(len(space), count)), strict=False))
+        cut_into = {letter: dict(mesh)[axis] for axis, letter in cut.items()}
+        chunks = rng.choice((2, 2, 4, 8)) if method == "blocks" else 1
+        others = (*["zeros"] * 6, "circular", *(["reflect", "replicate"] if method == "blocks" else []))
+        dims = []
+        for letter in letters:
+            if letter in cut_into or rng.random() < 0.3:
+                mode = rng.choice((*["zeros"] * 6, "circular"))
+                dims.append(_aligned(rng, cut_into.get(letter, 1), chunks, mode))
+            else:
+                dims.append(_anyhow(rng, rng.choice(others)))
+        dp = mesh[0][0] == "dp"
+        named = dp and rng.random() < 0.4  # the batch axis in spatial_axes too
+        groups = rng.choice((1, 1, 1, 2, 4))
+        case = Case(
+            mesh=mesh,
+            axes=(*cut.items(), *([("dp", "N")] if named else [])),
+            lhs=rng.choice((f"N{letters}C", f"NC{letters}")),
+            rhs=rng.choice((f"{letters}IO", f"OI{letters}")),
+            **{key: tuple(d[key] for d in dims) for key in dims[0]},
+            feature_groups=groups,
+            batch=rng.choice((2, 2, 4, 16)) if method == "blocks" else 2,
+            batch_axis="dp" if dp and not named and rng.random() < 0.7 else None,
+        )
+        if method == "overlap" and groups == 1 and not dp and rng.random() < 0.15:
+            case = dataclasses.replace(case, batch_groups=2)
+        if any(w.output_size < 1 for w in case.windows()) or math.prod(case.sizes) * case.batch > 6000:
+            continue
+        if any(m != "zeros" and min(p) < 0 for m, p in zip(case.modes, case.padding, strict=True)):
+            continue
+        if any(m == "reflect" and max(p) >= s for m, p, s in zip(case.modes, case.padding, case.sizes, strict=True)):
+            continue
+        try:
+            case.in_form(method)
+        except ValueError:
+            continue
+        if method == "overlap" and not any(w.exchange.messages for w in case.local_conv().windows):
+            continue  # no edge to put right
         return case
 
 

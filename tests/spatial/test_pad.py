@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
 from shardkit.spatial.pad import ring_pad, ring_roll
 
-CI_SLICE, FULL_SWEEP = 20, 100
+CI_SLICE, FULL_SWEEP = 20, 120
 JNP = {"zeros": "constant", "circular": "wrap", "replicate": "edge"}
 MESHES = ({"sp": 1}, {"sp": 2}, {"sp": 4}, {"sp": 8}, {"dp": 2, "sp": 4}, {"sq": 2, "sp": 4})
 

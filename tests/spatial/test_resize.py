@@ -18,7 +18,7 @@ from shardkit.inspect.collectives import read_collectives
 from shardkit.spatial.resize import ring_resize, ring_scale_and_translate
 from shardkit.spatial.resize_weights import METHODS
 
-CI_SLICE, FULL_SWEEP = 24, 150
+CI_SLICE, FULL_SWEEP = 24, 180
 MESHES = ({"sp": 1}, {"sp": 2}, {"sp": 4}, {"sp": 8}, {"dp": 2, "sp": 4}, {"sq": 2, "sp": 4})
 
 
