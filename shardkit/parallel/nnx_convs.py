@@ -11,8 +11,8 @@ from jax import numpy as jnp
 
 from shardkit.parallel.nnx_operands import array_of, like, say_once, whole
 from shardkit.parallel.plans import Applied
-from shardkit.spatial.conv import ring_conv
-from shardkit.spatial.conv_transpose import ring_conv_transpose, transpose_padding
+from shardkit.spatial.convolution.ring import ring_conv
+from shardkit.spatial.convolution.transpose import ring_conv_transpose, transpose_padding
 
 _FLAX_MODES = {"CIRCULAR": "circular", "REFLECT": "reflect"}
 

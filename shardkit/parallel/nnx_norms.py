@@ -13,9 +13,9 @@ from jax import numpy as jnp
 from shardkit.arrays import Padded, pad_to
 from shardkit.parallel.nnx_operands import array_of, cleared, like, say_once, whole
 from shardkit.parallel.plans import Applied
-from shardkit.spatial.global_pool import ring_global_pool
 from shardkit.spatial.moments import moments
 from shardkit.spatial.operands import clear_tails
+from shardkit.spatial.pooling.global_pool import ring_global_pool
 
 
 def _dims(axes: Any, ndim: int) -> tuple[int, ...]:

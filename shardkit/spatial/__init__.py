@@ -1,14 +1,14 @@
 """Operators on arrays sharded in space."""
 
-from shardkit.spatial.conv import ring_conv
-from shardkit.spatial.conv_transpose import ring_conv_transpose
-from shardkit.spatial.global_pool import ring_global_pool
+from shardkit.spatial.convolution.ring import ring_conv
+from shardkit.spatial.convolution.transpose import ring_conv_transpose
 from shardkit.spatial.halo import halo_exchange
 from shardkit.spatial.moments import moments
 from shardkit.spatial.pad import ring_pad, ring_roll
-from shardkit.spatial.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
-from shardkit.spatial.resize import ring_resize, ring_scale_and_translate
-from shardkit.spatial.response_norm import ring_local_response_norm
+from shardkit.spatial.pooling.global_pool import ring_global_pool
+from shardkit.spatial.pooling.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
+from shardkit.spatial.pooling.response_norm import ring_local_response_norm
+from shardkit.spatial.resizing.resize import ring_resize, ring_scale_and_translate
 
 __all__ = [
     "halo_exchange",

@@ -222,7 +222,7 @@ def _run(region: _Region, x: Array, *whole: Array) -> Array:
         return _cleared(region.op(at, block, *whole), region.clear, at)
 
     if region.nested:
-        body = jax.checkpoint(body)  # see conv_region.py: residuals may not leave a nested region
+        body = jax.checkpoint(body)  # see convolution/region.py: residuals may not leave a nested region
     where, where_specs = index_operands(cuts, dims, region.mesh)
     return jax.shard_map(
         body,

@@ -186,7 +186,7 @@ def _run(region: _Region, x: Array) -> tuple[Array, ...]:
         x = jax.sharding.reshard(x, NamedSharding(region.mesh, region.in_spec))
     body = functools.partial(_finish, region.local, region.reduction, region.keepdims)
     if region.nested:
-        body = jax.checkpoint(body)  # see conv_region.py: residuals may not leave a nested region
+        body = jax.checkpoint(body)  # see convolution/region.py: residuals may not leave a nested region
     cuts = dict(region.reduction.cuts)
     where, where_specs = index_operands(cuts, list(cuts), region.mesh)
     return jax.shard_map(

@@ -12,8 +12,8 @@ from jax import lax
 from jax import numpy as jnp
 
 import shardkit as sk
-from shardkit.spatial.conv_method import Regime, choose_form
-from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.convolution.method import Regime, choose_form
+from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.windows import Window, extended_index, shard_window
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 import shardkit as sk
-from shardkit.spatial.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
+from shardkit.spatial.pooling.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
 from shardkit.spatial.windows import Window, extended_index
 
 

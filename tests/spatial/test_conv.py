@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.conv_args import read_conv
+from shardkit.spatial.convolution.args import read_conv
 from tests.spatial.conv_cases import NAMED, Case, derivatives, draw
 
 CI_SLICE, FULL_SWEEP = 48, 640

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import shardkit as sk
-from shardkit.spatial.conv_blocks import cut_into_chunks, from_chunks, to_chunks, why_not_chunks
-from shardkit.spatial.conv_local import input_gradient_conv
-from shardkit.spatial.conv_method import METHODS, Regime, choose_form, platform_of, regime_of
-from shardkit.spatial.conv_overlap import Edge, edges, why_not_overlap
-from shardkit.spatial.conv_spec import Chunks
+from shardkit.spatial.convolution.blocks import cut_into_chunks, from_chunks, to_chunks, why_not_chunks
+from shardkit.spatial.convolution.local import input_gradient_conv
+from shardkit.spatial.convolution.method import METHODS, Regime, choose_form, platform_of, regime_of
+from shardkit.spatial.convolution.overlap import Edge, edges, why_not_overlap
+from shardkit.spatial.convolution.spec import Chunks
 from shardkit.spatial.windows import Window, shard_window
 from tests.spatial.conv_cases import Case, draw_for
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial import conv_region
-from shardkit.spatial.conv_local import input_gradient_conv
+from shardkit.spatial.convolution import region
+from shardkit.spatial.convolution.local import input_gradient_conv
 from tests.spatial.conv_cases import Case, draw_for
 from tests.spatial.test_conv import check, compiled_report, padded
 
@@ -36,8 +36,8 @@ def chosen(monkeypatch):
         forms.append(conv)
         return conv
 
-    real = conv_region.choose_form
-    monkeypatch.setattr(conv_region, "choose_form", spy)
+    real = region.choose_form
+    monkeypatch.setattr(region, "choose_form", spy)
     return forms
 
 

@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from shardkit.spatial import conv_region
+from shardkit.spatial.convolution import region
 from tests.spatial.conv_cases import NAMED, draw
 from tests.spatial.test_conv import check
 
 
 @pytest.fixture(params=["tpu", "gpu"])
 def platform(request, monkeypatch):
-    monkeypatch.setattr(conv_region, "platform_of", lambda mesh: request.param)
+    monkeypatch.setattr(region, "platform_of", lambda mesh: request.param)
     return request.param
 
 

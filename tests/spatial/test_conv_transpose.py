@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.conv_transpose import transpose_padding
+from shardkit.spatial.convolution.transpose import transpose_padding
 
 
 @dataclasses.dataclass(frozen=True)

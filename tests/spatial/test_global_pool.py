@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.global_pool import ring_global_pool
+from shardkit.spatial.pooling.global_pool import ring_global_pool
 
 SP4, DPSP, HW = {"sp": 4}, {"dp": 2, "sp": 4}, {"sq": 2, "sp": 4}
 REDUCTIONS = ("mean", "sum", "max", "min")

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
+from shardkit.spatial.pooling.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
 from tests.spatial.pool_cases import NAMED, Case, draw
 
 CI_SLICE, FULL_SWEEP = 30, 200

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.resize import ring_resize, ring_scale_and_translate
-from shardkit.spatial.resize_weights import METHODS
+from shardkit.spatial.resizing.resize import ring_resize, ring_scale_and_translate
+from shardkit.spatial.resizing.weights import METHODS
 
 CI_SLICE, FULL_SWEEP = 24, 180
 MESHES = ({"sp": 1}, {"sp": 2}, {"sp": 4}, {"sp": 8}, {"dp": 2, "sp": 4}, {"sq": 2, "sp": 4})
@@ -196,13 +196,13 @@ def test_dtypes(method):
 
 def test_matrices_made_on_the_device(monkeypatch):
     """What large dims do: weights laid out from their band."""
-    from shardkit.spatial import resize_plan
+    from shardkit.spatial.resizing import plan
 
-    monkeypatch.setattr(resize_plan, "_STORED_ELEMENTS", 0)
-    monkeypatch.setattr(resize_plan, "_STORED_RATIO", 0)
-    resize_plan.plan_dim.cache_clear()
+    monkeypatch.setattr(plan, "_STORED_ELEMENTS", 0)
+    monkeypatch.setattr(plan, "_STORED_RATIO", 0)
+    plan.plan_dim.cache_clear()
     check(Case(SP4, (("sp", 1),), (2, 37, 2), (2, 23, 2), "lanczos3"))
-    resize_plan.plan_dim.cache_clear()
+    plan.plan_dim.cache_clear()
 
 
 def test_regions_and_transformations():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from shardkit.spatial.resize_plan import plan_dim
-from shardkit.spatial.resize_weights import METHODS, Resampling, dense, resize_band
+from shardkit.spatial.resizing.plan import plan_dim
+from shardkit.spatial.resizing.weights import METHODS, Resampling, dense, resize_band
 
 WEIGHTED = [m for m in METHODS if m != "nearest"]
 SIZES = [(1, 5), (12, 4), (5, 13), (30, 29), (40, 3)]

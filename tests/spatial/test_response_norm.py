@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.inspect.collectives import read_collectives
-from shardkit.spatial.response_norm import ring_local_response_norm
+from shardkit.spatial.pooling.response_norm import ring_local_response_norm
 
 DPSP, HW = {"dp": 2, "sp": 4}, {"sq": 2, "sp": 4}
 SETTINGS = {"alpha": 0.7, "beta": 0.75, "k": 0.5}

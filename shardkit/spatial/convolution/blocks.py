@@ -12,7 +12,7 @@ import dataclasses
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.conv_spec import Chunks, LocalConv, kept_whole
+from shardkit.spatial.convolution.spec import Chunks, LocalConv, kept_whole
 from shardkit.spatial.exchange import permute
 from shardkit.spatial.windows import Message, shard_window
 

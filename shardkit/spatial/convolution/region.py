@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.placements import axes_size
-from shardkit.spatial.conv_apply import Indices
-from shardkit.spatial.conv_args import ConvCall
-from shardkit.spatial.conv_local import local_conv
-from shardkit.spatial.conv_method import choose_form, platform_of, regime_of
-from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.convolution.apply import Indices
+from shardkit.spatial.convolution.args import ConvCall
+from shardkit.spatial.convolution.local import local_conv
+from shardkit.spatial.convolution.method import choose_form, platform_of, regime_of
+from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
     Cut,

@@ -12,8 +12,8 @@ from jax import lax
 
 from shardkit.arrays import Padded
 from shardkit.meshes import resolve_mesh
-from shardkit.spatial.conv_method import METHODS
-from shardkit.spatial.conv_spec import LocalConv, halo_bytes
+from shardkit.spatial.convolution.method import METHODS
+from shardkit.spatial.convolution.spec import LocalConv, halo_bytes
 from shardkit.spatial.operands import Cut, as_array, clear_tails, cut_dims, padded_shape, parse_spatial_axes
 from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit.spatial.conv import ring_conv
+from shardkit.spatial.convolution.ring import ring_conv
 from shardkit.spatial.operands import as_array
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.convolution.spec import LocalConv
 
 
 def grouped_conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: list) -> Array:

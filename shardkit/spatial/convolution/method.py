@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from shardkit.spatial.conv_blocks import cut_into_chunks, why_not_chunks
-from shardkit.spatial.conv_overlap import why_not_overlap
-from shardkit.spatial.conv_spec import Chunks, LocalConv
+from shardkit.spatial.convolution.blocks import cut_into_chunks, why_not_chunks
+from shardkit.spatial.convolution.overlap import why_not_overlap
+from shardkit.spatial.convolution.spec import Chunks, LocalConv
 
 METHODS = ("auto", "concat", "overlap", "blocks")
 

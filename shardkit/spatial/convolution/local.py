@@ -1,7 +1,7 @@
 """The convolution one device runs on its block, its halos, and its derivatives.
 
 Everything here is local code for a manual region: blocks in, blocks out. Three forms say how block and
-halos meet: "concat" and "blocks" (conv_concat.py, conv_blocks.py) and "overlap" (conv_overlap.py). The convolution is
+halos meet: "concat" and "blocks" (concat.py, blocks.py) and "overlap" (overlap.py). The convolution is
 bilinear, and ``custom_jvp`` splits its tangent into the two linear maps, so that each can have
 the form whose transpose is the backward pass we want, while ``jvp``, ``vmap`` and higher
 derivatives stay JAX's own:
@@ -23,30 +23,30 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit._compat import varying_axes
-from shardkit.spatial import conv_concat, conv_overlap
-from shardkit.spatial.conv_apply import Indices, is_tiny
-from shardkit.spatial.conv_blocks import from_chunks, to_chunks, why_chunks_differ
-from shardkit.spatial.conv_concat import Halos, clear
-from shardkit.spatial.conv_spec import LocalConv
+from shardkit.spatial.convolution import concat, overlap
+from shardkit.spatial.convolution.apply import Indices, is_tiny
+from shardkit.spatial.convolution.blocks import from_chunks, to_chunks, why_chunks_differ
+from shardkit.spatial.convolution.concat import Halos, clear
+from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.windows import shard_window
 
 
 def _exchange(conv: LocalConv, at: Indices, x: Array) -> Halos:
-    form = conv_overlap if conv.method == "overlap" else conv_concat
+    form = overlap if conv.method == "overlap" else concat
     return form.exchange_halos(conv, at, x)
 
 
 def _outputs(conv: LocalConv, at: Indices, x: Array, halos: Halos, kernel: Array) -> Array:
-    form = conv_overlap if conv.method == "overlap" else conv_concat
+    form = overlap if conv.method == "overlap" else concat
     return form.outputs(conv, at, x, halos, kernel)
 
 
 def _outputs_for_kernel(conv: LocalConv, at: Indices, x: Array, halos: Halos, kernel: Array) -> Array:
     """The outputs again, in the form whose transpose the kernel's gradient should be."""
     if conv.method == "overlap":
-        return conv_overlap.outputs_by_parts(conv, at, x, halos, kernel)
-    return conv_concat.outputs(conv, at, x, halos, kernel)
+        return overlap.outputs_by_parts(conv, at, x, halos, kernel)
+    return concat.outputs(conv, at, x, halos, kernel)
 
 
 def _plain(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
@@ -85,7 +85,7 @@ def input_gradient_conv(conv: LocalConv) -> LocalConv | None:
         return None
     if conv.method == "blocks" and why_chunks_differ(swapped) is not None:
         return None
-    if conv.method == "overlap" and conv_overlap.why_not_overlap(swapped) is not None:
+    if conv.method == "overlap" and overlap.why_not_overlap(swapped) is not None:
         return dataclasses.replace(swapped, method="concat")
     return swapped
 

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardkit.spatial.block_op import At, channels_last_letters
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import as_array
-from shardkit.spatial.reduce_window import WindowReduction
-from shardkit.spatial.window_args import read_call
+from shardkit.spatial.pooling.reduce_window import WindowReduction
+from shardkit.spatial.pooling.window_args import read_call
 from shardkit.spatial.windows import Window
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jax import Array
 
-from shardkit.spatial.conv_apply import Indices, convolve
-from shardkit.spatial.conv_blocks import receive_chunks
-from shardkit.spatial.conv_spec import LocalConv, kept_whole
+from shardkit.spatial.convolution.apply import Indices, convolve
+from shardkit.spatial.convolution.blocks import receive_chunks
+from shardkit.spatial.convolution.spec import LocalConv, kept_whole
 from shardkit.spatial.exchange import Index, clear_tail, cut_span, join, receive
 from shardkit.spatial.windows import ShardedWindow
 

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from shardkit.spatial.resize_weights import Resampling, dense, resize_band
+from shardkit.spatial.resizing.weights import Resampling, dense, resize_band
 from shardkit.spatial.windows import Exchange, Span, block_size, ceil_div, plan_exchange
 
 # A long block of outputs is cut into chunks of about this many, each multiplied with the inputs it reads: a

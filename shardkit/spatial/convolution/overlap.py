@@ -11,9 +11,9 @@ import dataclasses
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.conv_apply import Indices, convolve_piece, window_start
-from shardkit.spatial.conv_concat import Halos, clear
-from shardkit.spatial.conv_spec import LocalConv, kept_whole
+from shardkit.spatial.convolution.apply import Indices, convolve_piece, window_start
+from shardkit.spatial.convolution.concat import Halos, clear
+from shardkit.spatial.convolution.spec import LocalConv, kept_whole
 from shardkit.spatial.exchange import transfer
 from shardkit.spatial.windows import ShardedWindow
 

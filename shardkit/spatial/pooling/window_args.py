@@ -10,9 +10,9 @@ from typing import Any
 from jax import Array
 
 from shardkit.spatial.block_op import BlockOp, Operand, read_operand, run_block_op
-from shardkit.spatial.conv_args import read_padding
+from shardkit.spatial.convolution.args import read_padding
 from shardkit.spatial.operands import as_array, clear_tails
-from shardkit.spatial.reduce_window import WindowedDim
+from shardkit.spatial.pooling.reduce_window import WindowedDim
 from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
 
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit.spatial.block_op import At
-from shardkit.spatial.conv_spec import kept_whole
+from shardkit.spatial.convolution.spec import kept_whole
 from shardkit.spatial.exchange import AxisName, Fill, Index, clear_tail, cut_span, join, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow
 

@@ -40,7 +40,7 @@ class LocalConv:
         whole activation of a grouped one whose batch is sharded over an axis that is left to it
         (openxla/xla#47945), but not of an ungrouped or depthwise one.
       sum_over: mesh axes that cut the input features: contributions are summed over them.
-      method: "concat", "overlap" or "blocks": how block and halos meet (see ``conv_local``).
+      method: "concat", "overlap" or "blocks": how block and halos meet (see local.py).
       chunks: for "blocks", which spatial dim lies cut in the batch dim. Its window is then that of all
         devices' chunks, as if each were a shard.
       shift_kernel: where windows begin at another phase of a dilated input on each shard, a wider kernel is

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.conv_groups import grouped_conv
-from shardkit.spatial.conv_spec import LocalConv, kept_whole
+from shardkit.spatial.convolution.groups import grouped_conv
+from shardkit.spatial.convolution.spec import LocalConv, kept_whole
 from shardkit.spatial.exchange import Index, per_shard
 from shardkit.spatial.windows import ShardedWindow
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardkit.spatial.exchange import Index
 from shardkit.spatial.operands import as_array
-from shardkit.spatial.reduce_window import identity
+from shardkit.spatial.pooling.reduce_window import identity
 from shardkit.spatial.reduction import Reduction, reduce_dims
 
 REDUCTIONS = ("mean", "sum", "max", "min")

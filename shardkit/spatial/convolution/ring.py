@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit.spatial.conv_args import read_conv
-from shardkit.spatial.conv_region import run_conv
+from shardkit.spatial.convolution.args import read_conv
+from shardkit.spatial.convolution.region import run_conv
 
 
 def ring_conv(

@@ -16,8 +16,8 @@ from jax.image import ResizeMethod
 
 from shardkit.spatial.block_op import At, Operand, channels_last_letters, read_operand, run_block_op
 from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, receive
-from shardkit.spatial.resize_plan import Chunk, DimPlan, plan_dim
-from shardkit.spatial.resize_weights import METHODS, Resampling
+from shardkit.spatial.resizing.plan import Chunk, DimPlan, plan_dim
+from shardkit.spatial.resizing.weights import METHODS, Resampling
 
 _SYNONYMS = {
     "linear": ("bilinear", "trilinear", "triangle"),

@@ -1,0 +1,1 @@
+"""Windows that reduce, from a pooling to the whole image."""
