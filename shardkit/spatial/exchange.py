@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.windows import Exchange, Message
+from shardkit.spatial.windows import Exchange, Message, ShardedWindow
 
 AxisName = str | tuple[str, ...] | None
 
@@ -123,3 +123,11 @@ def cut_span(line: Array, exchange: Exchange, index: Index, dim: int, fill: Fill
     if isinstance(start, int):
         return lax.slice_in_dim(line, start, start + exchange.length, axis=dim)
     return lax.dynamic_slice_in_dim(line, start, exchange.length, axis=dim)
+
+
+def extend(
+    x: Array, halos: tuple[Array, ...], window: ShardedWindow, index: Index, dim: int, fill: Fill = None
+) -> Array:
+    """A block with its halos, as the window reads it: the line, or the span cut out of it."""
+    line = join(x, halos, window.exchange, index, dim, fill)
+    return line if window.kept_whole else cut_span(line, window.exchange, index, dim, fill)

@@ -327,6 +327,11 @@ class ShardedWindow:
         return len(set(self.phases)) <= 1
 
     @property
+    def kept_whole(self) -> bool:
+        """The line needs no slicing: where the window starts can be said by the operator's padding."""
+        return self.exchange.aligned and self.static_phase
+
+    @property
     def slices_output(self) -> bool:
         """Phases differ and the stride is 1: compute up to lhs_dilation - 1 more outputs, slice."""
         return not self.static_phase and self.window.stride == 1

@@ -14,6 +14,7 @@ from jax import numpy as jnp
 import shardkit as sk
 from shardkit.spatial.pooling.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
 from shardkit.spatial.windows import Window, extended_index
+from tests.spatial.conv_cases import MESHES
 
 
 def first_largest(patches):
@@ -170,17 +171,6 @@ def _element(position: int, window: Window, mode: str) -> int:
         return -1
     element = extended_index(position // window.lhs_dilation, window.size, mode)
     return -1 if element is None else element
-
-
-MESHES = (
-    (("sp", 1),),
-    (("sp", 2),),
-    (("sp", 4),),
-    (("sp", 8),),
-    (("dp", 2), ("sp", 4)),
-    (("sq", 2), ("sp", 4)),
-    (("dp", 2), ("sp", 2), ("sq", 2)),
-)
 
 
 def draw(rng: random.Random) -> Case:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit.spatial.convolution.groups import grouped_conv
-from shardkit.spatial.convolution.spec import LocalConv, kept_whole
+from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import Index, per_shard
 from shardkit.spatial.windows import ShardedWindow
 
@@ -22,7 +22,7 @@ def convolve(conv: LocalConv, at: Indices, line: Array, kernel: Array) -> Array:
     for position, (dim, window, _) in enumerate(conv.spatial()):
         base = window.window.lhs_dilation
         length = line.shape[dim]
-        if kept_whole(window):
+        if window.kept_whole:
             lo = -(window.exchange.starts[0] * base + window.phases[0])
         elif window.static_phase:
             lo = -window.phases[0]

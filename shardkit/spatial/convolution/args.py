@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from shardkit.meshes import resolve_mesh
 from shardkit.spatial.convolution.method import METHODS
 from shardkit.spatial.convolution.spec import LocalConv, halo_bytes
 from shardkit.spatial.operands import Cut, as_array, clear_tails, cut_dims, padded_shape, parse_spatial_axes
-from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
+from shardkit.spatial.window_reading import check_window, per_dim, read_modes, read_padding
+from shardkit.spatial.windows import Window, shard_window
 
 
 @dataclasses.dataclass
@@ -100,8 +100,12 @@ def read_conv(
     if isinstance(lhs, Padded):
         array = _fit_padded(array, logical, cuts, numbers, batch_group_count, what)
     windows = _windows(logical, rhs.shape, numbers, window_strides, padding, lhs_dilation, rhs_dilation, what)
-    modes = _modes(padding_mode, numbers, letters, what)
-    _check_sizes(windows, modes, what)
+    space = numbers.lhs_spec[2:]
+    modes = read_modes(
+        padding_mode, space, letters, what, name="spatial dim", none_such="which is no spatial dim of lhs"
+    )
+    for position, (window, mode) in enumerate(zip(windows, modes, strict=True)):
+        check_window(window, mode, f"spatial dim {position}", what, "kernel")
     if method not in METHODS:
         raise ValueError(f"{what}: method={method!r} is unknown; use one of {METHODS}")
     conv = LocalConv(
@@ -195,25 +199,11 @@ def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_gr
         raise ValueError(f"{what}: batch_group_count={batch_groups} does not divide the batch of {batch}")
 
 
-def _per_dim(given, count: int, name: str, what: str) -> tuple[int, ...]:
-    if given is None:
-        return (1,) * count
-    try:
-        values = tuple(operator.index(v) for v in given)
-    except TypeError:
-        raise ValueError(f"{what}: {name} takes one integer a spatial dim, got {given!r}") from None
-    if len(values) != count:
-        raise ValueError(f"{what}: {name}={values} has {len(values)} entries for {count} spatial dims")
-    if any(v < 1 for v in values):
-        raise ValueError(f"{what}: {name}={values} must be at least 1")
-    return values
-
-
 def _windows(lhs_shape, rhs_shape, numbers, strides, padding, lhs_dilation, rhs_dilation, what: str):
     count = len(numbers.lhs_spec) - 2
-    strides = _per_dim(strides, count, "window_strides", what)
-    ld = _per_dim(lhs_dilation, count, "lhs_dilation", what)
-    rd = _per_dim(rhs_dilation, count, "rhs_dilation", what)
+    strides = per_dim(strides, count, "window_strides", what, "spatial dim")
+    ld = per_dim(lhs_dilation, count, "lhs_dilation", what, "spatial dim")
+    rd = per_dim(rhs_dilation, count, "rhs_dilation", what, "spatial dim")
     sizes = [lhs_shape[d] for d in numbers.lhs_spec[2:]]
     kernels = [rhs_shape[d] for d in numbers.rhs_spec[2:]]
     if any(k < 1 for k in kernels):
@@ -223,67 +213,3 @@ def _windows(lhs_shape, rhs_shape, numbers, strides, padding, lhs_dilation, rhs_
         Window(size, kernel, s, lo, hi, a, b)
         for size, kernel, s, (lo, hi), a, b in zip(sizes, kernels, strides, pads, ld, rd, strict=True)
     )
-
-
-def read_padding(padding, sizes, kernels, strides, lhs_dilation, rhs_dilation, what: str):
-    """Padding as one (low, high) pair of integers a spatial dim, from a name or pairs."""
-    count = len(sizes)
-    if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
-            raise ValueError(
-                f"{what}: padding={padding!r} is unknown; use 'SAME', 'SAME_LOWER', 'VALID' or (low, high) pairs"
-            )
-        if any(d != 1 for d in lhs_dilation):
-            raise ValueError(
-                f"{what}: a padding name has no meaning with lhs_dilation={tuple(lhs_dilation)}; give (low, high) "
-                "pairs, or use sk.ring_conv_transpose"
-            )
-        reach = [(k - 1) * d + 1 for k, d in zip(kernels, rhs_dilation, strict=True)]
-        return lax.padtype_to_pads(sizes, reach, strides, padding.upper())
-    try:
-        pads = [(operator.index(lo), operator.index(hi)) for lo, hi in padding]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{what}: padding takes a name or one (low, high) pair a spatial dim, got {padding!r}"
-        ) from None
-    if len(pads) != count:
-        raise ValueError(f"{what}: padding={padding!r} has {len(pads)} pairs for {count} spatial dims")
-    return pads
-
-
-def _modes(given: Any, numbers, letters: Mapping[str, int], what: str) -> tuple[str, ...]:
-    spatial = numbers.lhs_spec[2:]
-    if isinstance(given, str):
-        modes = [given] * len(spatial)
-    elif isinstance(given, Mapping):
-        by_dim = {}
-        for key, mode in given.items():
-            dim = letters.get(key) if isinstance(key, str) else key
-            if dim not in spatial:
-                raise ValueError(f"{what}: padding_mode names dim {key!r}, which is no spatial dim of lhs")
-            by_dim[dim] = mode
-        modes = [by_dim.get(d, "zeros") for d in spatial]
-    else:
-        modes = list(given)
-        if len(modes) != len(spatial):
-            raise ValueError(f"{what}: padding_mode={given!r} has {len(modes)} entries for {len(spatial)} spatial dims")
-    for mode in modes:
-        if mode not in PADDING_MODES:
-            raise ValueError(f"{what}: padding_mode={mode!r} is unknown; use one of {PADDING_MODES}")
-    return tuple(modes)
-
-
-def _check_sizes(windows: Sequence[Window], modes: Sequence[str], what: str) -> None:
-    for position, (w, mode) in enumerate(zip(windows, modes, strict=True)):
-        if w.output_size < 1:
-            raise ValueError(
-                f"{what}: no output in spatial dim {position}: {w.size} elements"
-                f"{f' dilated to {w.dilated_size}' if w.lhs_dilation > 1 else ''} with padding "
-                f"({w.pad_lo}, {w.pad_hi}) are fewer than the {w.reach} that the kernel covers"
-            )
-        beyond = max(-(-max(w.pad_lo, 0) // w.lhs_dilation), -(-max(w.pad_hi, 0) // w.lhs_dilation))
-        if mode == "reflect" and beyond >= w.size > 1:
-            raise ValueError(
-                f"{what}: padding ({w.pad_lo}, {w.pad_hi}) reflects more than the {w.size} elements of spatial dim "
-                f"{position} hold; pad at most {(w.size - 1) * w.lhs_dilation}"
-            )

@@ -12,7 +12,7 @@ import dataclasses
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.convolution.spec import Chunks, LocalConv, kept_whole
+from shardkit.spatial.convolution.spec import Chunks, LocalConv
 from shardkit.spatial.exchange import permute
 from shardkit.spatial.windows import Message, shard_window
 
@@ -22,8 +22,7 @@ def cut_into_chunks(conv: LocalConv, chunks: Chunks) -> LocalConv:
     at, window = chunks.position, conv.windows[chunks.position]
     chunked = shard_window(window.window, window.exchange.shards * chunks.count, conv.modes[at])
     windows = (*conv.windows[:at], chunked, *conv.windows[at + 1 :])
-    # No barrier: what the compiler lays out for chunks it fuses into the convolutions that read it.
-    return dataclasses.replace(conv, windows=windows, method="blocks", chunks=chunks, barrier=False)
+    return dataclasses.replace(conv, windows=windows, method="blocks", chunks=chunks)
 
 
 def why_not_chunks(conv: LocalConv, position: int, count: int) -> str | None:
@@ -47,7 +46,7 @@ def why_chunks_differ(conv: LocalConv) -> str | None:
     assert conv.chunks is not None
     position, window = conv.chunks.position, conv.windows[conv.chunks.position]
     count, exchange = conv.chunks.count, window.exchange
-    if exchange.table is not None or not kept_whole(window):
+    if exchange.table is not None or not window.kept_whole:
         return f"windows begin at another place in each chunk of spatial dim {position}"
     if len(exchange.before) > 1 or len(exchange.after) > 1:
         return f"{count} chunks of {exchange.block} elements in spatial dim {position} are narrower than their halos"
@@ -107,8 +106,8 @@ def _pass_on(conv: LocalConv, edges: Array, message: Message, axis, ring: int, t
     pair = [count, images] if chunks.major else [images, count]
     split = edges.reshape([*shape[:batch], *pair, *shape[batch + 1 :]])
     dim = batch if chunks.major else batch + 1
-    leaving = lax.slice_in_dim(split, count - 1, count, axis=dim) if towards > 0 else split
-    leaving = leaving if towards > 0 else lax.slice_in_dim(split, 0, 1, axis=dim)
+    last = count - 1 if towards > 0 else 0
+    leaving = lax.slice_in_dim(split, last, last + 1, axis=dim)
     # Of the ring of chunks, the steps that lead from one device to another (or around a device that is alone).
     steps = [(a, b) for a, b in message.pairs if a // count != b // count or (ring == count and (b - a) != towards)]
     pairs = tuple((a // count, b // count) for a, b in steps)

@@ -6,9 +6,8 @@ from jax import Array
 
 from shardkit.spatial.convolution.apply import Indices, convolve
 from shardkit.spatial.convolution.blocks import receive_chunks
-from shardkit.spatial.convolution.spec import LocalConv, kept_whole
-from shardkit.spatial.exchange import Index, clear_tail, cut_span, join, receive
-from shardkit.spatial.windows import ShardedWindow
+from shardkit.spatial.convolution.spec import LocalConv
+from shardkit.spatial.exchange import clear_tail, extend, receive
 
 Halos = tuple[tuple[Array, ...], ...]  # of each spatial dim, one array a message
 
@@ -19,11 +18,6 @@ def clear(conv: LocalConv, at: Indices, x: Array) -> Array:
         if conv.chunks is None or conv.chunks.position != position:
             x = clear_tail(x, window.exchange.size, window.exchange.shards, index, dim)
     return x
-
-
-def _extend(x: Array, halos: tuple[Array, ...], dim: int, window: ShardedWindow, index: Index) -> Array:
-    line = join(x, halos, window.exchange, index, dim)
-    return line if kept_whole(window) else cut_span(line, window.exchange, index, dim)
 
 
 def _order(conv: LocalConv) -> list[int]:
@@ -44,7 +38,7 @@ def exchange_halos(conv: LocalConv, at: Indices, x: Array) -> Halos:
             halos[position] = receive_chunks(conv, x)
         else:
             halos[position] = receive(x, window.exchange, axis, at[position], dim)
-        x = _extend(x, halos[position], dim, window, at[position])
+        x = extend(x, halos[position], window, at[position], dim)
     return tuple(halos[position] for position in range(len(spatial)))
 
 
@@ -53,7 +47,7 @@ def _assemble(conv: LocalConv, at: Indices, x: Array, halos: Halos) -> Array:
     spatial = conv.spatial()
     for position in _order(conv):
         dim, window, _ = spatial[position]
-        x = _extend(x, halos[position], dim, window, at[position])
+        x = extend(x, halos[position], window, at[position], dim)
     return x
 
 

@@ -144,8 +144,10 @@ def _local_conv_jvp(conv: LocalConv, primals, tangents):
         def along_kernel(at, x, halos, dkernel):
             return _outputs_for_kernel(conv, at, x, halos, dkernel)
 
-        # checkpoint: the concatenation is made again in the backward pass, the halos are kept.
-        parts.append(jax.checkpoint(along_kernel, prevent_cse=conv.barrier)(at, x, halos, dkernel))
+        # checkpoint: "concat" makes the concatenation again in the backward pass, the halos are kept. "overlap" has
+        # none to make, and what "blocks" lays out the compiler fuses into the convolutions that read it.
+        remade = conv.method == "concat"
+        parts.append(jax.checkpoint(along_kernel, prevent_cse=remade)(at, x, halos, dkernel))
     if not parts:
         return out, jnp.zeros_like(out)
     return out, functools.reduce(jnp.add, parts)

@@ -70,7 +70,7 @@ def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> Loca
         reason = why_not_overlap(conv)
         if reason is not None:
             raise ValueError(f"{what}: method='overlap' can't run this convolution: {reason}; method='concat' can")
-        return dataclasses.replace(conv, method="overlap", barrier=False)  # nothing to make again
+        return dataclasses.replace(conv, method="overlap")
     if method == "blocks":
         row = _row("tpu", regime)
         found, reason = _blocks(conv, [row.chunks, 8, 4, 2], row.major, regime)
@@ -85,7 +85,7 @@ def _by_table(conv: LocalConv, regime: Regime) -> LocalConv:
         return conv
     row = _row(regime.platform, regime)
     if row.method == "overlap" and why_not_overlap(conv) is None:
-        return dataclasses.replace(conv, method="overlap", barrier=False)  # nothing to make again
+        return dataclasses.replace(conv, method="overlap")
     if row.method == "blocks":
         found, _ = _blocks(conv, [row.chunks], row.major, regime)
         return found or conv

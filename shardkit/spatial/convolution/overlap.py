@@ -13,7 +13,7 @@ from jax import numpy as jnp
 
 from shardkit.spatial.convolution.apply import Indices, convolve_piece, window_start
 from shardkit.spatial.convolution.concat import Halos, clear
-from shardkit.spatial.convolution.spec import LocalConv, kept_whole
+from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import transfer
 from shardkit.spatial.windows import ShardedWindow
 
@@ -57,7 +57,7 @@ def why_not_overlap(conv: LocalConv) -> str | None:
         exchange = window.exchange
         if exchange.table is not None:
             return f"padding_mode={conv.modes[position]!r} lays its edges out element by element"
-        if not kept_whole(window):
+        if not window.kept_whole:
             return f"windows begin at another place in each block of spatial dim {position}"
         if not exchange.messages:
             continue

@@ -45,7 +45,6 @@ class LocalConv:
         devices' chunks, as if each were a shard.
       shift_kernel: where windows begin at another phase of a dilated input on each shard, a wider kernel is
         cut at the phase (more taps); else the outputs are (one more array).
-      barrier: the backward pass makes block and halos one array again, instead of keeping that array.
     """
 
     lhs_spec: tuple[int, ...]
@@ -62,7 +61,6 @@ class LocalConv:
     sum_over: tuple[str, ...] = ()
     method: str = "concat"
     chunks: Chunks | None = None
-    barrier: bool = True
     shift_kernel: bool = False
 
     def spatial(self):
@@ -87,13 +85,8 @@ def halo_bytes(conv: LocalConv, block_shape: tuple[int, ...], itemsize: int) -> 
     for dim, window, _ in conv.spatial():
         others = math.prod(s for d, s in enumerate(shape) if d != dim)
         total += window.exchange.received * others * itemsize
-        if window.exchange.table is None and kept_whole(window):
+        if window.exchange.table is None and window.kept_whole:
             shape[dim] += window.exchange.reach_lo + window.exchange.reach_hi
         else:
             shape[dim] = window.exchange.length
     return total
-
-
-def kept_whole(window: ShardedWindow) -> bool:
-    """The line needs no slicing: where the window starts can be said by the convolution's padding."""
-    return window.exchange.aligned and window.static_phase

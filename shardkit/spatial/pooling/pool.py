@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardkit.spatial.block_op import At, channels_last_letters
 from shardkit.spatial.operands import as_array
 from shardkit.spatial.pooling.reduce_window import WindowReduction, identity, real_taps, shard_row
-from shardkit.spatial.pooling.window_args import WindowCall, read_call, read_modes, read_windows
+from shardkit.spatial.pooling.window_args import WindowCall, read_call, read_windows
+from shardkit.spatial.window_reading import read_modes
 from shardkit.spatial.windows import Window
 
 MeshLike = Mesh | AbstractMesh | None

@@ -19,8 +19,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit.spatial.block_op import At
-from shardkit.spatial.convolution.spec import kept_whole
-from shardkit.spatial.exchange import AxisName, Fill, Index, clear_tail, cut_span, join, per_shard, receive
+from shardkit.spatial.exchange import AxisName, Fill, Index, clear_tail, extend, per_shard, receive
 from shardkit.spatial.windows import ShardedWindow
 
 Halos = tuple[tuple[Array, ...], ...]
@@ -98,17 +97,12 @@ def _clear(dims: Sequence[WindowedDim], where: Sequence[Index], x: Array, fill: 
     return x
 
 
-def _extend(d: WindowedDim, x: Array, halos: tuple[Array, ...], index: Index, fill: Fill) -> Array:
-    line = join(x, halos, d.window.exchange, index, d.dim, fill)
-    return line if kept_whole(d.window) else cut_span(line, d.window.exchange, index, d.dim, fill)
-
-
 def _exchange(dims: Sequence[WindowedDim], where: Sequence[Index], x: Array, fill: Fill) -> Halos:
     """Halos of every dim; a later dim's carry the corners of the earlier ones."""
     halos = []
     for d, index in zip(dims, where, strict=True):
         halos.append(receive(x, d.window.exchange, d.axis_name, index, d.dim, fill))
-        x = _extend(d, x, halos[-1], index, fill)
+        x = extend(x, halos[-1], d.window, index, d.dim, fill)
     return tuple(halos)
 
 
@@ -116,7 +110,7 @@ def _reduce(op: WindowReduction, where: Sequence[Index], x: Array, halos: Halos,
     computation = op.computation
     fill = identity(computation, x.dtype)
     for d, halo, index in zip(op.dims, halos, where, strict=True):
-        x = _extend(d, x, halo, index, fill)
+        x = extend(x, halo, d.window, index, d.dim, fill)
     if fill is None:
         computation = _elementwise(computation, x.ndim)
         out = _fold(op.dims, where, x, computation)
@@ -207,7 +201,7 @@ def _aligned(d: WindowedDim, index: Index, line: Array, fill: Fill) -> tuple[Arr
     back dilated and sliced, with None.
     """
     window = d.window
-    if kept_whole(window):
+    if window.kept_whole:
         return line, -(window.exchange.starts[0] * window.window.lhs_dilation + window.phases[0]), _needed(d)
     if window.static_phase:
         return line, -window.phases[0], _needed(d)

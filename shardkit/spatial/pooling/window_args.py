@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import Array
 
 from shardkit.spatial.block_op import BlockOp, Operand, read_operand, run_block_op
-from shardkit.spatial.convolution.args import read_padding
 from shardkit.spatial.operands import as_array, clear_tails
 from shardkit.spatial.pooling.reduce_window import WindowedDim
-from shardkit.spatial.windows import PADDING_MODES, Window, shard_window
+from shardkit.spatial.window_reading import check_window, per_dim, read_padding
+from shardkit.spatial.windows import Window, shard_window
 
 
 @dataclasses.dataclass
@@ -65,7 +64,9 @@ def read_call(
     windows = windows_of(operand.shape)
     dims = []
     for d in mixed:
-        check_window(windows[d], modes[d], d, what)
+        if not windows[d].size:
+            raise ValueError(f"{what}: dim {d} is empty; there is nothing for a window to move over")
+        check_window(windows[d], modes[d], f"dim {d}", what)
         dims.append(
             WindowedDim(d, shard_window(windows[d], operand.shards(d), modes[d]), operand.axis_name(d), modes[d])
         )
@@ -73,43 +74,6 @@ def read_call(
     for d in mixed:
         out_shape[d] = windows[d].output_size
     return WindowCall(operand, tuple(dims), tuple(out_shape), what)
-
-
-def per_dim(given: Any, count: int, name: str, what: str) -> tuple[int, ...]:
-    """One positive integer a dim; 1 each where nothing is given."""
-    if given is None:
-        return (1,) * count
-    try:
-        values = tuple(operator.index(v) for v in given)
-    except TypeError:
-        raise ValueError(f"{what}: {name} takes one integer a dim, got {given!r}") from None
-    if len(values) != count:
-        raise ValueError(f"{what}: {name}={values} has {len(values)} entries for {count} dims")
-    if any(v < 1 for v in values):
-        raise ValueError(f"{what}: {name}={values} must be at least 1")
-    return values
-
-
-def read_modes(given: Any, dims: Sequence[int], letters: Mapping[str, int], what: str) -> tuple[str, ...]:
-    """What lies beyond the ends of each of ``dims``: one mode for all, one a dim, or a mapping by letter or dim."""
-    if isinstance(given, str):
-        modes = [given] * len(dims)
-    elif isinstance(given, Mapping):
-        by_dim = {}
-        for key, mode in given.items():
-            dim = letters.get(key) if isinstance(key, str) else key
-            if dim not in dims:
-                raise ValueError(f"{what}: padding_mode names dim {key!r}, but windows move along dims {tuple(dims)}")
-            by_dim[dim] = mode
-        modes = [by_dim.get(d, "zeros") for d in dims]
-    else:
-        modes = list(given)
-        if len(modes) != len(dims):
-            raise ValueError(f"{what}: padding_mode={given!r} has {len(modes)} entries for {len(dims)} dims")
-    for mode in modes:
-        if mode not in PADDING_MODES:
-            raise ValueError(f"{what}: padding_mode={mode!r} is unknown; use one of {PADDING_MODES}")
-    return tuple(modes)
 
 
 def read_windows(
@@ -140,24 +104,6 @@ def read_windows(
         Window(size, kernel, stride, lo, hi, b, d)
         for size, kernel, stride, (lo, hi), b, d in zip(sizes, kernels, strides, pads, base, dilation, strict=True)
     ]
-
-
-def check_window(window: Window, mode: str, dim: int, what: str) -> None:
-    """The window has an output, and what its mode mirrors exists."""
-    if not window.size:
-        raise ValueError(f"{what}: dim {dim} is empty; there is nothing for a window to move over")
-    if window.output_size < 1:
-        raise ValueError(
-            f"{what}: no output in dim {dim}: {window.size} elements"
-            f"{f' dilated to {window.dilated_size}' if window.lhs_dilation > 1 else ''} with padding "
-            f"({window.pad_lo}, {window.pad_hi}) are fewer than the {window.reach} that the window covers"
-        )
-    beyond = max(-(-max(p, 0) // window.lhs_dilation) for p in (window.pad_lo, window.pad_hi))
-    if mode == "reflect" and beyond >= window.size > 1:
-        raise ValueError(
-            f"{what}: padding ({window.pad_lo}, {window.pad_hi}) reflects more than the {window.size} elements of dim "
-            f"{dim} hold; pad at most {(window.size - 1) * window.lhs_dilation}"
-        )
 
 
 def moves(window: Window) -> bool:
