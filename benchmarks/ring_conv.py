@@ -13,15 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
+import functools
 import json
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,10 +31,10 @@ from flax import nnx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
+from tables import HERE, between, counts, in_turns, markdown, versions  # noqa: E402
 
 import shardkit as sk  # noqa: E402
 
-HERE = Path(__file__).parent
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -144,19 +139,12 @@ def measure(name: str, devices: int, backward: bool, rounds: int) -> Row:
         compiled[kind] = jax.jit(function).lower(*arguments[kind]).compile()
         reports[kind] = sk.collectives(compiled[kind], mesh=mesh)
         memories[kind] = sk.memory(compiled[kind])
-    wall: dict[str, list[float]] = {"xla": [], "ring": []}
-    for number in range(rounds + 2):
-        # Each round in the other order, so that neither is always the one that finds a warm cache.
-        for kind in ("xla", "ring") if number % 2 else ("ring", "xla"):
-            start = time.perf_counter()
-            jax.block_until_ready(compiled[kind](*arguments[kind]))
-            if number >= 2:
-                wall[kind].append(time.perf_counter() - start)
+    wall = in_turns({kind: functools.partial(compiled[kind], *arguments[kind]) for kind in compiled}, rounds)
     return Row(
         program=f"{name}, {'forward + backward' if backward else 'forward'}",
         devices=devices,
-        wall_xla_ms=statistics.median(wall["xla"]) * 1e3,
-        wall_ring_ms=statistics.median(wall["ring"]) * 1e3,
+        wall_xla_ms=wall["xla"],
+        wall_ring_ms=wall["ring"],
         temporaries_xla_mb=memories["xla"].temporaries / 1e6,
         temporaries_ring_mb=memories["ring"].temporaries / 1e6,
         collectives_xla=dict(reports["xla"].by_kind()),
@@ -164,19 +152,6 @@ def measure(name: str, devices: int, backward: bool, rounds: int) -> Row:
         received_xla_kb=reports["xla"].bytes() / 1e3,
         received_ring_kb=reports["ring"].bytes() / 1e3,
     )
-
-
-SHORT = {
-    "collective_permute": "permute",
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "reduce_scatter": "reduce-scatter",
-}
-
-
-def counts(kinds: dict[str, int]) -> str:
-    return ", ".join(f"{n} {SHORT.get(kind, kind)}" for kind, n in sorted(kinds.items())) or "none"
 
 
 HEADINGS = (
@@ -202,24 +177,9 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def versions() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{platform.machine()} with {cores} cores"
-    return f"jax {jax.__version__}, Python {platform.python_version()}, {machine}, {datetime.date.today().isoformat()}"
-
-
-def markdown(rows: list[Row], columns: list[int]) -> list[str]:
+def table_of(rows: list[Row], columns: list[int]) -> list[str]:
     """Some columns of the table, as lines of markdown."""
-    headings = [HEADINGS[i] for i in columns]
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    return lines + ["| " + " | ".join(cells(row)[i] for i in columns) + " |" for row in rows]
-
-
-def between(path: Path, name: str, lines: list[str]) -> None:
-    """Put the lines between ``<!-- name: begin -->`` and ``<!-- name: end -->`` of a file."""
-    start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = path.read_text().split(start)
-    path.write_text(f"{before}{start}\n" + "\n".join(lines) + f"\n{end}" + rest.split(end)[1])
+    return markdown([HEADINGS[i] for i in columns], [[cells(row)[i] for i in columns] for row in rows])
 
 
 def write(rows: list[Row], rounds: int, where: str) -> None:
@@ -228,9 +188,9 @@ def write(rows: list[Row], rounds: int, where: str) -> None:
     data = {"versions": where, "rounds": rounds, "rows": [dataclasses.asdict(r) for r in rows]}
     (HERE / "results" / "ring_conv.json").write_text(json.dumps(data, indent=1) + "\n")
     note = f"{where}; medians of {rounds} interleaved rounds."
-    between(HERE / "README.md", "ring_conv", [note, "", *markdown(rows, list(range(len(HEADINGS))))])
+    between(HERE / "README.md", "ring_conv", [note, "", *table_of(rows, list(range(len(HEADINGS))))])
     few = [row for row in rows if row.devices == 4] or rows
-    between(HERE.parent / "README.md", "measured", markdown(few, [0, 2, 3, 4, 5]))
+    between(HERE.parent / "README.md", "measured", table_of(few, [0, 2, 3, 4, 5]))
 
 
 def write_described(rows: list[described.Figures], where: str) -> None:
@@ -238,8 +198,7 @@ def write_described(rows: list[described.Figures], where: str) -> None:
     (HERE / "results").mkdir(exist_ok=True)
     data = {"versions": where, "rows": [dataclasses.asdict(r) for r in rows]}
     (HERE / "results" / "ring_conv_targets.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = ["| " + " | ".join(described.HEADINGS) + " |", "|" + " --- |" * len(described.HEADINGS)]
-    lines += ["| " + " | ".join(described.cells(row, rows, counts)) + " |" for row in rows]
+    lines = markdown(described.HEADINGS, [described.cells(row, rows, counts) for row in rows])
     peaks = ", ".join(
         f"{described.peak_mega_cycles(regime, 8):.1f} ({described.name(regime)})" for regime in described.REGIMES
     )
@@ -272,7 +231,7 @@ def sweep(count: int, console: Console) -> int:
     bad = {"ring": 0, "xla": 0}
     for number, case in enumerate(track(cases, description="compiling", console=console)):
         mesh = case.make_mesh()
-        x, kernel = case.operands(dtype=np.float32)
+        x, kernel = case.operands(dtype=np.float32)  # type: ignore[arg-type]
         x = sk.shard_tensor(x, case.placements(), mesh, uneven="pad")
         for kind, function in (("ring", case.ring(mesh)), ("xla", case.reference)):
 

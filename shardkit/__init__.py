@@ -1,6 +1,14 @@
 """Arrays that live on many devices: placements, sharded convolutions, and what they cost."""
 
-from shardkit.arrays import Padded, to_local
+from shardkit.arrays import (
+    Padded,
+    PartialArray,
+    from_local,
+    from_unreduced,
+    local_map,
+    to_local,
+    to_unreduced,
+)
 from shardkit.inspect import (
     Collective,
     CollectiveReport,
@@ -21,7 +29,7 @@ from shardkit.placements import (
     to_named_sharding,
     to_partition_spec,
 )
-from shardkit.reshard import shard_tensor, unshard
+from shardkit.reshard import ReshardPlan, ReshardStep, plan_reshard, reshard, shard_tensor, unshard
 from shardkit.spatial import (
     halo_exchange,
     moments,

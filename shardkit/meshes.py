@@ -135,9 +135,13 @@ def manual_axes() -> frozenset[str]:
 
 def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
     """The mesh an array lives on, where it says so."""
-    inner = getattr(x, "array", None)
-    if inner is not None and not isinstance(x, jax.Array):
-        return mesh_of(inner)
+    if not isinstance(x, jax.Array):
+        layout = getattr(x, "layout", None)  # PartialArray: even a traced one may know its devices
+        if layout is not None:
+            return layout.mesh if isinstance(layout.mesh, Mesh) else mesh_of(x.stack) or layout.mesh
+        inner = getattr(x, "array", None)  # Padded
+        if inner is not None:
+            return mesh_of(inner)
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         mesh = getattr(sharding, "mesh", None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import partition_spec, spec_entries, unreduced_kind, unreduced_kinds
 
@@ -60,6 +60,10 @@ class Partial(Placement):
     def __post_init__(self):
         if self.reduce not in REDUCE_KINDS:
             raise ValueError(f"Partial(reduce={self.reduce!r}): reduce must be one of {REDUCE_KINDS}")
+
+
+def _is_partial(placement: Placement) -> bool:
+    return isinstance(placement, Partial)
 
 
 Placements = Sequence[Placement] | Mapping[str, Placement] | PartitionSpec | NamedSharding
@@ -184,9 +188,7 @@ class Layout:
     @property
     def partial_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the array is a sum (or other reduction) of contributions."""
-        return tuple(
-            name for name, p in zip(self.mesh.axis_names, self.placements, strict=True) if isinstance(p, Partial)
-        )
+        return tuple(n for n, p in zip(self.mesh.axis_names, self.placements, strict=True) if _is_partial(p))
 
     def dim_axes(self, ndim: int | None = None) -> dict[int, tuple[str, ...]]:
         """Which mesh axes cut which array dim, major axis first."""
@@ -232,6 +234,56 @@ class Layout:
     def spec(self) -> PartitionSpec:
         """The PartitionSpec that says the same."""
         return self.spec_for()
+
+    @property
+    def reduce(self) -> str | None:
+        """The kind of reduction that the Partial axes wait for; None where there are none.
+
+        Raises:
+          ValueError: axes wait for different kinds, which has no meaning (max of sums is not sum of maxima).
+        """
+        named = zip(self.mesh.axis_names, self.placements, strict=True)
+        kinds = {name: p.reduce for name, p in named if isinstance(p, Partial)}
+        if len(set(kinds.values())) > 1:
+            raise ValueError(
+                f"the Partial axes of one array wait for different reductions, {kinds}, and in which order they "
+                "apply would change the value; use one kind, and sk.reshard in two calls to change it"
+            )
+        return next(iter(kinds.values()), None)
+
+    def stack_spec(self, ndim: int) -> PartitionSpec:
+        """The spec of a ``PartialArray``'s stack: a leading dim an axis that is Partial, then the array's ``ndim``."""
+        entries: list[Any] = [None] * ndim
+        for dim, axes in self.dim_axes(ndim).items():
+            entries[dim] = axes[0] if len(axes) == 1 else axes
+        return PartitionSpec(*self.partial_axes, *entries)
+
+    def without_partial(self) -> Layout:
+        """The same with Replicate where it was Partial."""
+        kept = tuple(Replicate() if _is_partial(p) else p for p in self.placements)
+        return self._with(dataclasses.replace(self._parsed, placements=kept))
+
+    def resolved(self, ndim: int) -> Layout:
+        """The same for an array of ``ndim`` dims: dims counted from the front, checked.
+
+        Raises:
+          ValueError: a dim out of range, a spec that speaks of more dims.
+        """
+        self.dim_axes(ndim)
+        counted = tuple(Shard(p.dim % ndim) if isinstance(p, Shard) else p for p in self.placements)
+        return self._with(dataclasses.replace(self._parsed, placements=counted, ndim=ndim))
+
+    def on(self, mesh: AnyMesh) -> Layout:
+        """The same placements on another mesh of the same axes."""
+        layout = self._with(self._parsed_for(mesh))
+        object.__setattr__(layout, "mesh", mesh)
+        return layout
+
+    def _with(self, parsed: _Parsed) -> Layout:
+        layout = object.__new__(Layout)
+        for name, value in (("mesh", self.mesh), ("placements", parsed.placements), ("_parsed", parsed)):
+            object.__setattr__(layout, name, value)
+        return layout
 
     @property
     def sharding(self) -> NamedSharding:
@@ -321,8 +373,8 @@ def placements(x_or_sharding: Any) -> tuple[Placement, ...]:
     """Placements of an array (or of its sharding), in mesh-axis order.
 
     Args:
-      x_or_sharding: a ``jax.Array``, ``Padded``, ``NamedSharding``, ``Layout``, or a tracer whose type
-        carries its sharding (Explicit axes).
+      x_or_sharding: a ``jax.Array`` (a native ``unreduced`` one too), ``Padded``, ``PartialArray``,
+        ``NamedSharding``, ``Layout``, or a tracer whose type carries its sharding (Explicit axes).
 
     Raises:
       ValueError: no mesh is known: a single-device array, or a tracer on Auto axes, whose placement
@@ -343,12 +395,16 @@ def layout_of(x: Any) -> Layout:
         return x
     if isinstance(x, NamedSharding):
         return Layout(x.mesh, x)
-    inner = getattr(x, "array", None)  # Padded
-    if inner is not None and not isinstance(x, jax.Array):
-        return layout_of(inner)
+    if not isinstance(x, jax.Array):
+        if isinstance(getattr(x, "layout", None), Layout):  # PartialArray
+            return x.layout
+        inner = getattr(x, "array", None)  # Padded
+        if inner is not None:
+            return layout_of(inner)
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
-        explicit = [t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types]
+        # Axes that a shard_map has made manual are no matter of the type's: it speaks of one device's block.
+        explicit = [t == AxisType.Explicit for t in sharding.mesh.axis_types if t != AxisType.Manual]
         if explicit and all(explicit):
             return Layout(sharding.mesh, sharding)
         raise ValueError(

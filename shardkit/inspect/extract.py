@@ -8,7 +8,8 @@ from collections.abc import Hashable, Mapping
 from shardkit.inspect import groups as groups_lib
 from shardkit.inspect import hlo, shapes, sources
 from shardkit.inspect.groups import Groups
-from shardkit.inspect.report import Collective, wire_bytes
+from shardkit.inspect.report import Collective
+from shardkit.reshard.cost import wire_bytes
 
 _REDUCTIONS = {
     "add": "add",

@@ -1,4 +1,4 @@
-"""Putting a whole array onto a mesh, and taking it back whole."""
+"""Putting a whole array onto a mesh."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def shard_tensor(
     layout = Layout(where, placements)
     if layout.partial_axes:
         raise ValueError(
-            f"shard_tensor places whole values, but the placements are Partial over {layout.partial_axes}; "
-            "use Shard or Replicate there"
+            f"shard_tensor places whole values, but the placements are Partial over {layout.partial_axes}; use Shard "
+            "or Replicate there, then sk.reshard (or sk.from_local, if you have contributions)"
         )
     taken = [a for axes in layout.dim_axes(np.ndim(x)).values() for a in axes if a in manual_axes()]
     if taken:
@@ -104,36 +104,3 @@ def place_traced(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def unshard(x: Any) -> jax.Array:
-    """The whole array on every device of its mesh (or as it is, where it is on one device).
-
-    Args:
-      x: a ``jax.Array`` or ``Padded``.
-
-    Returns:
-      An array of the logical shape, replicated.
-
-    Raises:
-      ValueError: inside a manual region.
-
-    Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> x = sk.shard_tensor(jnp.arange(5), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}), uneven="pad")
-      >>> sk.unshard(x).shape
-      (5,)
-    """
-    array = x.array if isinstance(x, Padded) else x
-    mesh = mesh_of(array)
-    if isinstance(array, Tracer) and manual_axes():
-        raise ValueError(
-            "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
-            "outside, or use lax.all_gather"
-        )
-    if mesh is not None:
-        if isinstance(array, Tracer):
-            array = place_traced(array, mesh, PartitionSpec(*[None] * array.ndim))
-        else:
-            array = jax.device_put(array, NamedSharding(mesh, PartitionSpec(*[None] * array.ndim)))  # type: ignore[arg-type]
-    return Padded(array, x.logical_shape).value if isinstance(x, Padded) else array

@@ -6,7 +6,8 @@ import pytest
 import rich.console
 
 from shardkit.inspect import Collective, CollectiveReport
-from shardkit.inspect.report import KINDS, wire_bytes
+from shardkit.inspect.report import KINDS
+from shardkit.reshard.cost import wire_bytes
 from shardkit.inspect.tables import Table, format_bytes
 
 GATHER = Collective(

@@ -1,4 +1,4 @@
-"""Types and views of arrays on a mesh; nothing here moves data."""
+"""``Padded``: an array of any size on a mesh, and the padding itself."""
 
 from __future__ import annotations
 
@@ -155,33 +155,6 @@ def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Ar
     if not isinstance(array, Tracer):
         mesh = array.sharding.mesh  # type: ignore[attr-defined]  # a concrete mesh for a concrete array
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*entries)))
-
-
-def to_local(x: Any) -> list[jax.Array]:
-    """The blocks of ``x`` on this process's devices, in mesh order; nothing moves.
-
-    Args:
-      x: a ``jax.Array`` or ``Padded`` (whose tail blocks come with their padding).
-
-    Returns:
-      One single-device array a device; a replicated array gives equal ones.
-
-    Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> x = sk.shard_tensor(jnp.arange(4), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}))
-      >>> [b.shape for b in sk.to_local(x)]
-      [(4,)]
-    """
-    array = x.array if isinstance(x, Padded) else x
-    if isinstance(array, Tracer):
-        raise ValueError("to_local needs a concrete array; inside jit use jax.shard_map to see blocks")
-    if not isinstance(array, jax.Array):
-        raise TypeError(f"to_local takes a jax.Array or sk.Padded, got {type(x).__name__}")
-    blocks = {shard.device: shard.data for shard in array.addressable_shards}
-    if isinstance(array.sharding, NamedSharding):
-        devices: Any = array.sharding.mesh.devices
-        return [blocks[d] for d in devices.flat if d in blocks]
-    return list(blocks.values())
 
 
 def pad_shape(shape: tuple[int, ...], parts: dict[int, int]) -> tuple[int, ...]:

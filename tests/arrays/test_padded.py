@@ -261,7 +261,9 @@ def test_to_local_of_a_replicated_array(mesh):
 def test_to_local_refuses():
     with pytest.raises(ValueError, match=r"to_local needs a concrete array; inside jit use jax\.shard_map"):
         jax.jit(sk.to_local)(jnp.ones(3))
-    with pytest.raises(TypeError, match=re.escape("to_local takes a jax.Array or sk.Padded, got ndarray")):
+    with pytest.raises(
+        TypeError, match=re.escape("to_local takes a jax.Array, sk.Padded or sk.PartialArray, got ndarray")
+    ):
         sk.to_local(np.ones(3))
 
 

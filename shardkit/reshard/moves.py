@@ -1,0 +1,150 @@
+"""Every step from one state to another that is one collective, or none, and what it costs. Integers only."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardkit.reshard.cost import wire_bytes
+from shardkit.reshard.states import Problem, State
+
+
+class Move(NamedTuple):
+    """One step.
+
+    Attributes:
+      kind: "slice", "all_gather", "all_to_all", "reduce", "reduce_scatter", "permute" or "contribute".
+      after: the state it leads to.
+      bytes: what one device receives.
+      collectives: 0 or 1.
+      peak: bytes one device holds during it.
+    """
+
+    kind: str
+    after: State
+    bytes: int
+    collectives: int
+    peak: int
+
+
+# Reductions that a device can embed its own block in: elsewhere it contributes what changes nothing.
+EMBEDS = ("sum", "max", "min", "prod", "any", "all")
+
+
+def moves(problem: Problem, state: State, goal: State) -> Iterator[Move]:
+    """All steps from a state but permutes."""
+    held = problem.local_bytes(state)
+    yield from _slices(problem, state, held)
+    yield from _exchanges(problem, state, held)
+    if state.partial and problem.reduce is not None:
+        yield from _reductions(problem, state, held, problem.reduce)
+    yield from _contributions(problem, state, goal, held)
+
+
+def permute(problem: Problem, before: State, after: State) -> Move:
+    """The step between two states of one signature: every device passes its whole block on."""
+    held = problem.local_bytes(before)
+    moved = bool((problem.contents(before) != problem.contents(after)).any())
+    return Move("permute", after, held if moved else 0, int(moved), 2 * held)
+
+
+def _slices(problem: Problem, state: State, held: int) -> Iterator[Move]:
+    for factor in problem.free(state):
+        for dim, factors in enumerate(state.dims):
+            if problem.block(dim, factors) > 1 and problem.nests(dim, factors, (factor,)):
+                after = _replaced(state, {dim: (*factors, factor)})
+                yield Move("slice", after, 0, 0, held + problem.local_bytes(after))
+
+
+def _exchanges(problem: Problem, state: State, held: int) -> Iterator[Move]:
+    """all_gather of the last factors of some dims, and all_to_all of these to other dims."""
+    choices = [
+        [
+            n
+            for n in range(len(factors) + 1)
+            if problem.nests(dim, factors[: len(factors) - n], factors[len(factors) - n :])
+        ]
+        for dim, factors in enumerate(state.dims)
+    ]
+    for counts in itertools.product(*choices):
+        if not any(counts):
+            continue
+        kept = {d: state.dims[d][: len(state.dims[d]) - n] for d, n in enumerate(counts) if n}
+        taken = [f for d, n in enumerate(counts) if n for f in state.dims[d][len(state.dims[d]) - n :]]
+        group = problem.parts(tuple(taken))
+        gathered = _replaced(state, kept)
+        result = problem.local_bytes(gathered)
+        # What travels are blocks as they lie: `group` of them, the padding with them.
+        yield Move("all_gather", gathered, wire_bytes("all_gather", held * group, group), 1, held + result)
+        targets = tuple(d for d, n in enumerate(counts) if not n)
+        for put in _assignments(problem, state, tuple(taken), targets):
+            after = _replaced(state, kept | put)
+            # Each device sends `group` pieces; where target dims don't divide, pieces are padded first.
+            sent = problem.local_bytes(_replaced(state, put)) * group
+            yield Move("all_to_all", after, wire_bytes("all_to_all", sent, group), 1, 2 * sent)
+
+
+def _reductions(problem: Problem, state: State, held: int, reduce: str) -> Iterator[Move]:
+    for count in range(1, len(state.partial) + 1):
+        for chosen in itertools.combinations(state.partial, count):
+            group = problem.parts(chosen)
+            left = tuple(f for f in state.partial if f not in chosen)
+            # There is no all-reduce of products in JAX: contributions are gathered and multiplied.
+            kind, result = ("all_gather", held * group) if reduce == "prod" else ("all_reduce", held)
+            yield Move("reduce", State(state.dims, left), wire_bytes(kind, result, group), 1, held + result)
+            for put in _assignments(problem, state, chosen, tuple(range(len(state.dims)))):
+                after = State(_replaced(state, put).dims, left)
+                result = problem.local_bytes(after)
+                yield Move(
+                    "reduce_scatter", after, wire_bytes("reduce_scatter", result, group), 1, held + group * result
+                )
+
+
+def _contributions(problem: Problem, state: State, goal: State, held: int) -> Iterator[Move]:
+    """The last step to a Partial goal: each device keeps its block, or nothing, as its contribution."""
+    missing = tuple(f for f in goal.partial if f not in state.partial)
+    if not missing or problem.wanted is None or (state.partial and problem.reduce != problem.wanted):
+        return
+    if set(state.partial) - set(goal.partial):
+        return
+    dims = []
+    for dim, factors in enumerate(state.dims):
+        kept = len(factors)
+        while kept and factors[kept - 1] in missing:
+            kept -= 1
+        if kept < len(factors) and problem.wanted not in EMBEDS:
+            return
+        if not problem.nests(dim, factors[:kept], factors[kept:]):
+            return
+        dims.append(factors[:kept])
+    if tuple(dims) == goal.dims:
+        yield Move("contribute", goal, 0, 0, held + problem.local_bytes(goal))
+
+
+def _assignments(
+    problem: Problem, state: State, factors: tuple[int, ...], targets: tuple[int, ...]
+) -> Iterator[dict[int, tuple[int, ...]]]:
+    """Every way to append all of these factors to the target dims, in every order within a dim."""
+    for way in _ways(len(factors), targets):
+        added = [(dim, tuple(factors[i] for i in chosen)) for dim, chosen in way]
+        if all(problem.nests(dim, state.dims[dim], new) for dim, new in added):
+            yield {dim: (*state.dims[dim], *new) for dim, new in added}
+
+
+@functools.lru_cache(1024)
+def _ways(count: int, targets: tuple[int, ...]) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
+    """Every way to put ``count`` things into dims, in every order within a dim."""
+    found = {}
+    for order in itertools.permutations(range(count)):
+        for places in itertools.product(targets, repeat=count):
+            added: dict[int, tuple[int, ...]] = {}
+            for thing, dim in zip(order, places, strict=True):
+                added[dim] = (*added.get(dim, ()), thing)
+            found[tuple(sorted(added.items()))] = None
+    return tuple(found)
+
+
+def _replaced(state: State, dims: dict[int, tuple[int, ...]]) -> State:
+    return State(tuple(dims.get(d, f) for d, f in enumerate(state.dims)), state.partial)

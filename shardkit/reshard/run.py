@@ -1,0 +1,275 @@
+"""`reshard`: from any placement to any other, on one mesh or from one to another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardkit._compat import spec_entries
+from shardkit.arrays import Padded, PartialArray, from_unreduced
+from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.placements import AnyMesh, Layout, Placements, axes_size, layout_of, uneven_error
+from shardkit.reshard.crossing import crossing
+from shardkit.reshard.linear import End, Program, apply
+from shardkit.reshard.place import place_traced, shard_tensor
+from shardkit.reshard.regions import Names, region_between
+from shardkit.reshard.route import route
+from shardkit.reshard.transfer import transfer
+
+
+def reshard(
+    x: Any, placements: Placements | Layout, mesh: AnyMesh | None = None, *, src: Placements | Layout | None = None
+) -> Any:
+    """Move an array to other placements, by the cheapest collectives.
+
+    The steps are those of ``sk.plan_reshard``, in one ``shard_map``. Differentiable in both modes: the transpose of a
+    reshard is one (Partial to Replicate: a copy, nothing is communicated; Partial to Shard: an all_gather).
+
+    Args:
+      x: a ``jax.Array`` (also one of JAX's ``unreduced``), ``Padded`` or ``PartialArray``; an array that is on no mesh
+        yet is placed.
+      placements: where it shall be, in any form. With Partial among them the result is a ``PartialArray``, whose
+        contributions reduce to the value: for "sum", "max", "min", "prod", "any", "all" one device holds each element
+        and the others what changes nothing (0, -inf, inf, 1, False, True), for "mean" all hold it.
+      mesh: the mesh of ``placements``; else that of a ``Layout`` or ``NamedSharding`` given as such, of ``x``, or the
+        ambient one. It may be another than that of ``x``: other axes over the same devices, part of them, others.
+      src: where ``x`` is, for a value under jit on Auto mesh axes, whose placement can't be read. Left out, the
+        compiler chooses how to bring such a value to its destination.
+
+    Returns:
+      An array; a ``Padded`` for a ``Padded`` (or a ``PartialArray`` of one); a ``PartialArray`` if ``placements`` has
+      Partial.
+
+    Raises:
+      ValueError: sizes that the mesh doesn't divide, where ``x`` isn't a ``Padded``; dim out of range; unknown axis;
+        Partial axes of two kinds; no mesh; axes that are manual here; another mesh whose devices this process can't
+        address, or, under jit, that has other devices.
+      TypeError: a dtype that has no such reduction.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> mesh = sk.make_mesh({"x": 1})
+      >>> x = sk.shard_tensor(jnp.arange(6.0), [sk.Shard(0)], mesh)
+      >>> y = sk.reshard(x, [sk.Partial()])
+      >>> sk.reshard(y, [sk.Replicate()]).tolist()
+      [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    if mesh is None:
+        mesh = getattr(placements, "mesh", None)
+    if not isinstance(x, Padded | PartialArray) and not hasattr(x, "shape"):
+        x = jnp.asarray(x)
+    if isinstance(x, jax.Array) and _is_unreduced(x):
+        x = from_unreduced(x)
+    where = concrete_mesh(resolve_mesh(mesh, x, what="reshard"))
+    goal = Layout(where, placements).resolved(len(x.shape))
+    goal.reduce  # noqa: B018  # two kinds are refused before anything else is
+    if isinstance(x, PartialArray):
+        x = _reduce_manual(x, goal)
+    _check_even(x, goal)
+    source = _source(x, src)
+    return _from_anywhere(x, goal) if source is None else _move(x, source.resolved(len(x.shape)), goal)
+
+
+def unshard(x: Any) -> jax.Array:
+    """The whole array on every device of its mesh (or as it is, where it is on one device).
+
+    Args:
+      x: a ``jax.Array``, ``Padded`` or ``PartialArray`` (which is reduced).
+
+    Returns:
+      An array of the logical shape, replicated.
+
+    Raises:
+      ValueError: inside a manual region.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> x = sk.shard_tensor(jnp.arange(5), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}), uneven="pad")
+      >>> sk.unshard(x).shape
+      (5,)
+    """
+    held = x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x
+    if isinstance(held, Tracer) and manual_axes():
+        raise ValueError(
+            "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
+            "outside, or use lax.all_gather"
+        )
+    mesh = mesh_of(x)
+    whole: Any = x if mesh is None else reshard(x, {}, mesh)
+    return whole.value if isinstance(whole, Padded) else whole
+
+
+def _is_unreduced(x: jax.Array) -> bool:
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+    return bool(getattr(getattr(sharding, "spec", None), "unreduced", None))
+
+
+def _source(x: Any, src: Placements | Layout | None) -> Layout | None:
+    """The layout of ``x``; None where it's on no mesh, or it's the compiler's to know."""
+    if isinstance(x, PartialArray):
+        if src is not None:
+            raise ValueError("reshard: a PartialArray says itself where it is; leave src out")
+        mesh = resolve_mesh(None, x, what="reshard") if manual_axes() else mesh_of(x)
+        return x.layout if mesh is None else x.layout.on(mesh)
+    array = x.array if isinstance(x, Padded) else x
+    if src is None:
+        try:
+            return layout_of(array)
+        except ValueError:
+            return None
+    where = getattr(src, "mesh", None) or resolve_mesh(None, array, what="reshard")
+    layout = Layout(concrete_mesh(where), src)
+    if layout.partial_axes:
+        raise ValueError(
+            f"reshard: src={src!r} says Partial, but x is a {type(x).__name__}; contributions are kept in a "
+            "PartialArray (sk.from_local, sk.local_map), which says itself where it is"
+        )
+    return layout
+
+
+def _logical(x: Any) -> tuple[int, ...] | None:
+    """The sizes that count, where dims are padded."""
+    return x.logical_shape if isinstance(x, Padded | PartialArray) else None
+
+
+def _check_even(x: Any, goal: Layout) -> None:
+    if _logical(x) is not None:
+        return
+    for dim, axes in goal.dim_axes(len(x.shape)).items():
+        parts = axes_size(goal.mesh, [a for a in axes if a not in manual_axes()])
+        if x.shape[dim] % parts:
+            raise uneven_error(dim, x.shape, axes, parts)
+
+
+def _from_anywhere(x: Any, goal: Layout) -> Any:
+    """For a value that is on no mesh yet, or under jit wherever the compiler has it: JAX places it."""
+    whole = goal.without_partial()
+    placed = shard_tensor(x, whole, uneven="pad" if isinstance(x, Padded) else "error")
+    return _move(placed, whole, goal) if goal.partial_axes else placed
+
+
+def _reduce_manual(x: PartialArray, goal: Layout) -> Any:
+    """Where a Partial axis is manual here, its reduction is one collective of the region around us."""
+    manual = manual_axes()
+    names = x.layout.mesh.axis_names
+    if not manual or names != goal.mesh.axis_names:
+        return x
+    pairs = zip(names, x.layout.placements, goal.placements, strict=True)
+    axes = tuple(n for n, before, after in pairs if n in manual and n in x.layout.partial_axes and before != after)
+    if not axes:
+        return x
+    kept = {n: p for n, p in zip(names, x.layout.placements, strict=True) if n not in axes}
+    reductions = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
+    if x.layout.reduce not in reductions:
+        raise ValueError(
+            f"reshard: mesh axes {axes} are manual here, where Partial({x.layout.reduce!r}) can't be reduced; do it "
+            "outside jax.shard_map"
+        )
+    stack = reductions[x.layout.reduce](x.stack, axes)
+    stack = jnp.squeeze(stack, tuple(i for i, n in enumerate(x.layout.partial_axes) if n in axes))
+    layout = Layout(x.layout.mesh, kept)
+    return _closed(stack, layout, x.logical_shape)
+
+
+def _move(x: Any, source: Layout, goal: Layout) -> Any:
+    shape = tuple(x.shape)
+    array = x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x
+    if region_between(source.mesh, goal.mesh) is None:
+        way = crossing(shape, array.dtype, source, goal)
+        array = _on_one_mesh(array, shape, source, way.leave)
+        array = transfer(array, shape, NamedSharding(goal.mesh, way.enter.stack_spec(len(shape))))  # type: ignore[arg-type]
+        source = way.enter
+    return _closed(_on_one_mesh(array, shape, source, goal), goal, _logical(x))
+
+
+def _closed(array: jax.Array, layout: Layout, logical: tuple[int, ...] | None) -> Any:
+    if layout.partial_axes:
+        return PartialArray(array, layout, logical)
+    return array if logical is None else Padded(array, logical)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A program, and the shardings at its ends in the words of the source's and of the goal's mesh."""
+
+    program: Program
+    source: PartitionSpec
+    goal: PartitionSpec
+    goal_mesh: AnyMesh
+
+    @property
+    def renames(self) -> bool:
+        """Whether the region's mesh isn't that of the source."""
+        return self.source != self.program.source.spec
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done but to say where the array is in other words."""
+        program = self.program
+        return not program.steps and program.source.lead == program.goal.lead
+
+
+@functools.lru_cache(4096)
+def _way(shape: tuple[int, ...], dtype: np.dtype, source: Layout, goal: Layout, manual: frozenset[str]) -> _Way:
+    region = region_between(source.mesh, goal.mesh)
+    assert region is not None
+    found = route(region, shape, dtype, source, goal)
+    ends = [
+        End(state, _lead(layout, manual), _spec(layout, len(shape), names))
+        for state, layout, names in (
+            (found.source, source, region.source),
+            (found.goal, goal, region.goal),
+        )
+    ]
+    program = Program(region.mesh, region.axis_names, found.problem, ends[0], ends[1], found.steps)
+    specs = [
+        _spec(layout, len(shape), tuple((n, () if n in manual else (n,)) for n in layout.mesh.axis_names))
+        for layout in (source, goal)
+    ]
+    return _Way(program, specs[0], specs[1], goal.mesh)
+
+
+def _lead(layout: Layout, manual: frozenset[str]) -> tuple[int, ...]:
+    return tuple(1 if axis in manual else layout.mesh.shape[axis] for axis in layout.partial_axes)
+
+
+def _spec(layout: Layout, ndim: int, names: Names) -> PartitionSpec:
+    """The spec of the stack in the names of a region."""
+    made_of = dict(names)
+    entries = []
+    for entry in spec_entries(layout.stack_spec(ndim)):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        parts = tuple(n for axis in axes for n in made_of[axis])
+        entries.append(None if not parts else parts[0] if len(parts) == 1 else parts)
+    return PartitionSpec(*entries)
+
+
+def _on_one_mesh(array: jax.Array, shape: tuple[int, ...], source: Layout, goal: Layout) -> jax.Array:
+    way = _way(shape, array.dtype, source, goal, manual_axes())
+    if way.idle and way.source == way.goal and source.mesh == goal.mesh:
+        return array
+    if way.renames and isinstance(array, Tracer) and AxisType.Explicit in source.mesh.axis_types:
+        raise ValueError(
+            f"reshard: from mesh {dict(source.mesh.shape)} to {dict(goal.mesh.shape)} under jit on Explicit axes, "
+            "whose types know one mesh a program; call sk.reshard between two jitted functions"
+        )
+    if not way.idle:
+        if way.renames:
+            array = _renamed(array, way.program.mesh, way.program.source.spec)
+        array = apply(way.program, array)
+    return _renamed(array, goal.mesh, way.goal) if way.idle or way.renames or source.mesh != goal.mesh else array
+
+
+def _renamed(array: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
+    """The same blocks on the same devices, their sharding in other words; nothing moves."""
+    if isinstance(array, Tracer) or not isinstance(mesh, Mesh):
+        return place_traced(array, mesh, spec)
+    return jax.device_put(array, NamedSharding(mesh, spec))
