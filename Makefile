@@ -3,6 +3,7 @@
 VENV   ?= .venv
 EXTRAS ?= dev
 ARGS   ?=
+BENCH  ?= ring_conv
 
 # The first interpreter that really runs (a pyenv shim may only say "command not found") and has venv.
 USABLE  = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -31,8 +32,8 @@ demo: $(STAMP) ## train a small model on images cut over simulated devices
 test: $(STAMP) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: $(STAMP) ## ring convolution beside XLA's own partitioner
-	$(BIN)/python benchmarks/ring_conv.py $(ARGS)
+bench: $(STAMP) ## ring convolution (BENCH=reshard: resharding) beside XLA's own partitioner
+	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

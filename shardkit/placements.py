@@ -263,6 +263,18 @@ class Layout:
         kept = tuple(Replicate() if _is_partial(p) else p for p in self.placements)
         return self._with(dataclasses.replace(self._parsed, placements=kept))
 
+    def but(self, changed: Mapping[str, Placement]) -> Layout:
+        """The same with other placements on some axes; an axis that newly cuts a dim is the minor one there."""
+        _check_axes(list(changed), self.mesh, changed)
+        pairs = zip(self.mesh.axis_names, self.placements, strict=True)
+        placements = tuple(changed.get(name, placement) for name, placement in pairs)
+        order = []
+        for dim, axes in self._parsed.order:
+            stay = tuple(a for a in axes if changed.get(a, Shard(dim)) == Shard(dim))
+            new = tuple(a for a, p in changed.items() if p == Shard(dim) and a not in axes)
+            order.append((dim, stay + new))
+        return self._with(dataclasses.replace(self._parsed, placements=placements, order=tuple(order)))
+
     def resolved(self, ndim: int) -> Layout:
         """The same for an array of ``ndim`` dims: dims counted from the front, checked.
 
@@ -311,6 +323,12 @@ class Layout:
                 raise uneven_error(dim, shape, axes, parts)
             local[dim] = -(-shape[dim] // parts)
         return tuple(local)
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of the array that holds one of this ``shape``: each sharded dim as long as its shards."""
+        blocks = self.local_shape(shape, uneven="pad")
+        cut = self.dim_axes(len(blocks))
+        return tuple(block * axes_size(self.mesh, cut.get(dim, ())) for dim, block in enumerate(blocks))
 
 
 def axes_size(mesh: AnyMesh, axes: Sequence[str]) -> int:

@@ -265,3 +265,52 @@ def test_unreduced_needs_explicit_axes(mesh_for):
     assert layout.spec == P(unreduced={"dp"})
     with refuses("JAX can say unreduced only on Explicit mesh axes"):
         _ = layout.sharding
+
+
+# --- other layouts from one -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "padded"),
+    [
+        (P("sp"), (5, 3), (8, 3)),
+        (P(), (5, 3), (5, 3)),
+        (P("tp", "dp"), (5, 3), (5, 4)),
+        (P(("sp", "dp")), (8,), (8,)),
+        (P(("sp", "dp")), (9,), (16,)),
+        (P(), (), ()),
+    ],
+)
+def test_padded_shape(spec, shape, padded):
+    assert sk.Layout(MESH, spec).padded_shape(shape) == padded
+
+
+def test_but():
+    """Other placements on some axes; the order of the others on a dim stays."""
+    layout = sk.Layout(MESH, P(("sp", "dp"), None))
+    assert layout.but({}).spec == P(("sp", "dp"), None)
+    assert layout.but({"tp": sk.Shard(1)}).spec == P(("sp", "dp"), "tp")
+    assert layout.but({"tp": sk.Shard(0)}).spec == P(("sp", "dp", "tp"), None)
+    assert layout.but({"sp": R}).spec == P("dp", None)
+    assert layout.but({"dp": sk.Shard(1)}).spec == P("sp", "dp")
+    assert layout.but({"sp": sk.Partial("max")}).partial_axes == ("sp",)
+    with refuses("name mesh axes ['pp']"):
+        layout.but({"pp": R})
+
+
+def test_reduce():
+    assert sk.Layout(MESH, {"dp": sk.Partial("max"), "tp": sk.Partial("max")}).reduce == "max"
+    assert sk.Layout(MESH, P("dp")).reduce is None
+    with refuses("wait for different reductions, {'dp': 'max', 'sp': 'sum'}"):
+        _ = sk.Layout(MESH, {"dp": sk.Partial("max"), "sp": sk.Partial()}).reduce
+
+
+def test_without_partial():
+    layout = sk.Layout(MESH, [sk.Partial(), sk.Shard(0), R]).without_partial()
+    assert layout.placements == (R, sk.Shard(0), R)
+
+
+def test_stack_spec():
+    layout = sk.Layout(MESH, {"tp": sk.Partial(), "dp": sk.Partial(), "sp": sk.Shard(-1)})
+    assert layout.stack_spec(2) == P("dp", "tp", None, "sp")
+    assert layout.resolved(2).placements == (sk.Partial(), sk.Shard(1), sk.Partial())

@@ -2,7 +2,7 @@
 
 from shardkit.arrays.local import from_local, to_local
 from shardkit.arrays.local_map import local_map
-from shardkit.arrays.padded import Padded, crop_to, pad_shape, pad_to
+from shardkit.arrays.padded import Padded, crop_to, pad_to
 from shardkit.arrays.partial import PartialArray
 from shardkit.arrays.unreduced import from_unreduced, to_unreduced
 
@@ -15,6 +15,5 @@ __all__ = [
     "to_unreduced",
     "from_unreduced",
     "crop_to",
-    "pad_shape",
     "pad_to",
 ]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from shardkit.arrays.kinds import check_dtype
-from shardkit.arrays.padded import Padded, pad_shape, pad_to
+from shardkit.arrays.padded import Padded, pad_to
 from shardkit.arrays.partial import PartialArray
 from shardkit.meshes import ambient_mesh, concrete_mesh, resolve_mesh
 from shardkit.placements import Layout, Placements, axes_size
@@ -106,8 +106,9 @@ def from_local(
     else:
         shape = tuple(global_shape)
         held = _padded_blocks(held, layout, shape)
-    array = _assemble(held, layout, pad_shape(shape, parts))
-    logical = None if pad_shape(shape, parts) == shape else shape
+    padded = layout.padded_shape(shape)
+    array = _assemble(held, layout, padded)
+    logical = None if padded == shape else shape
     if layout.partial_axes:
         return PartialArray(array, layout, logical)
     return array if logical is None else Padded(array, logical)

@@ -157,11 +157,6 @@ def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Ar
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
-def pad_shape(shape: tuple[int, ...], parts: dict[int, int]) -> tuple[int, ...]:
-    """``shape`` with each dim in ``parts`` rounded up to a multiple of its number of shards."""
-    return tuple(-(-size // parts.get(d, 1)) * parts.get(d, 1) for d, size in enumerate(shape))
-
-
 def crop_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The first ``shape`` elements of ``x`` in each dim: without padded tails."""
     return x if tuple(x.shape) == tuple(shape) else jax.lax.slice(x, (0,) * x.ndim, shape)

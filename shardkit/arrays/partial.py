@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 
 from shardkit.arrays.contributions import combine
 from shardkit.arrays.kinds import check_dtype
-from shardkit.arrays.padded import Padded, pad_shape
+from shardkit.arrays.padded import Padded
 from shardkit.arrays.placing import describe, misplaced, same_layout
 from shardkit.meshes import manual_axes
-from shardkit.placements import Layout, Placement, axes_size
+from shardkit.placements import Layout, Placement
 
 _REDUCE_FIRST = "reduce first: sk.reshard(x, ...)"
 
@@ -95,7 +95,7 @@ class PartialArray:
         object.__setattr__(self, "logical_shape", tuple(self.logical_shape))
         cuts = self.layout.dim_axes(len(self._block))
         if not any(manual.intersection(axes) for axes in cuts.values()):  # a block says nothing of the whole
-            padded = pad_shape(self.logical_shape, {d: axes_size(mesh, axes) for d, axes in cuts.items()})
+            padded = self.layout.padded_shape(self.logical_shape)
             if padded != self._block:
                 raise ValueError(
                     f"contributions of shape {self._block} don't fit logical_shape={self.logical_shape}: on this "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardkit._compat import partition_spec, spec_entries
 from shardkit.arrays.partial import PartialArray
 from shardkit.meshes import manual_axes
 from shardkit.placements import Layout, layout_of
+from shardkit.static import Static
 
 
 def to_unreduced(partial: PartialArray) -> jax.Array:
@@ -58,12 +60,19 @@ def to_unreduced(partial: PartialArray) -> jax.Array:
         whole = jax.sharding.reshard(partial.stack, NamedSharding(layout.mesh, PartitionSpec()))
         return jax.sharding.reshard(whole.reshape(partial.shape), NamedSharding(layout.mesh, spec))
 
+    return _namer(layout, ndim)(partial.stack)
+
+
+@functools.lru_cache(1024)
+def _namer(layout: Layout, ndim: int) -> Callable:
+    """The program from stacked contributions to an unreduced array; op by op, JAX can't run its pcast."""
+    lead = len(layout.partial_axes)
+
     def body(stack: Any) -> Any:
         return lax.pcast(stack.reshape(stack.shape[lead:]), layout.partial_axes, to="unreduced")
 
-    stack_spec = layout.stack_spec(ndim)
-    # Under jit: op by op, JAX can't run a pcast to unreduced.
-    return jax.jit(jax.shard_map(body, mesh=layout.mesh, in_specs=stack_spec, out_specs=spec))(partial.stack)
+    ins, outs = layout.stack_spec(ndim), layout.spec_for(ndim)
+    return jax.jit(jax.shard_map(body, mesh=layout.mesh, in_specs=ins, out_specs=outs))
 
 
 def _rewrapped(partial: PartialArray, spec: PartitionSpec) -> jax.Array:
@@ -104,21 +113,7 @@ def from_unreduced(array: jax.Array) -> PartialArray:
             "a whole value becomes Partial with sk.reshard"
         )
     layout = layout_of(array).resolved(array.ndim)
-    return PartialArray(linear_call(_stacked, _back, _Static(layout), array), layout)
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A layout where JAX expects a pytree of arrays."""
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.layout == other.layout
-
-    def __hash__(self) -> int:
-        return hash(self.layout)
+    return PartialArray(linear_call(_stacked, _back, Static(layout), array), layout)
 
 
 # JAX won't let an unreduced value become a varying one (pcast), so its type isn't checked on the way (check_vma=False).
@@ -126,23 +121,37 @@ class _Static:
 # JAX's type for the cotangent of an unreduced value, and each device keeps its own block of it.
 
 
-def _stacked(static: _Static, array: Any) -> jax.Array:
-    layout, lead = static.layout, len(static.layout.partial_axes)
-    return _relabelled(
-        lambda x: x.reshape((1,) * lead + x.shape), layout, layout.spec_for(array.ndim), layout.stack_spec(array.ndim)
-    )(array)
+def _stacked(static: Static, array: Any) -> jax.Array:
+    return _stacker(static.value, array.ndim)(array)
 
 
-def _back(static: _Static, stack: Any) -> jax.Array:
-    layout, lead = static.layout, len(static.layout.partial_axes)
-    spec = layout.stack_spec(stack.ndim - lead)
+def _back(static: Static, stack: Any) -> jax.Array:
+    layout = static.value
+    ndim = stack.ndim - len(layout.partial_axes)
+    stack = jax.sharding.reshard(stack, NamedSharding(layout.mesh, layout.stack_spec(ndim)))
+    return _unstacker(layout, ndim)(stack)
+
+
+@functools.lru_cache(1024)
+def _stacker(layout: Layout, ndim: int) -> Callable:
+    lead = (1,) * len(layout.partial_axes)
+
+    def body(x: Any) -> Any:
+        return x.reshape(lead + x.shape)
+
+    ins, outs = layout.spec_for(ndim), layout.stack_spec(ndim)
+    return jax.jit(jax.shard_map(body, mesh=layout.mesh, in_specs=ins, out_specs=outs, check_vma=False))
+
+
+@functools.lru_cache(1024)
+def _unstacker(layout: Layout, ndim: int) -> Callable:
+    lead, spec = len(layout.partial_axes), layout.stack_spec(ndim)
     own = partition_spec(spec_entries(spec)[lead:], (), "", layout.partial_axes)
-    stack = jax.sharding.reshard(stack, NamedSharding(layout.mesh, spec))
-    return _relabelled(lambda s: s.reshape(s.shape[lead:]), layout, spec, own)(stack)
 
+    def body(stack: Any) -> Any:
+        return stack.reshape(stack.shape[lead:])
 
-def _relabelled(body: Callable, layout: Layout, in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable:
-    return jax.jit(jax.shard_map(body, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=layout.mesh, in_specs=spec, out_specs=own, check_vma=False))
 
 
 def _refuse_manual(what: str) -> None:

@@ -43,8 +43,10 @@ class ReshardStep:
 def describe(route: Route) -> tuple[ReshardStep, ...]:
     """The moves as lines of a plan; slices that follow one another are one line."""
     lines: list[ReshardStep] = []
+    waits = route.problem.reduce
     for move, step in zip(route.moves, route.steps, strict=True):
-        line = _line(route.problem, move, step)
+        before, waits = waits, route.problem.wanted if move.kind == "contribute" else waits
+        line = _line(route.problem, move, step, (before, waits))
         if lines and line.kind == lines[-1].kind == "slice":
             last = lines.pop()
             line = dataclasses.replace(line, axes=last.axes + line.axes, before=last.before)
@@ -52,7 +54,7 @@ def describe(route: Route) -> tuple[ReshardStep, ...]:
     return tuple(lines)
 
 
-def _line(problem: Problem, move: Move, step: Step) -> ReshardStep:
+def _line(problem: Problem, move: Move, step: Step, waits: tuple[str | None, str | None]) -> ReshardStep:
     kind, collective, reduce = move.kind, None, None
     over: Any = sorted({f for f, _ in _placed(step.before) ^ _placed(step.after)})
     if kind == "permute":
@@ -71,8 +73,8 @@ def _line(problem: Problem, move: Move, step: Step) -> ReshardStep:
         axes=problem.factors.label(over),
         bytes=move.bytes,
         peak_bytes=move.peak,
-        before=_text(problem, step.before, problem.reduce),
-        after=_text(problem, step.after, problem.wanted if kind == "contribute" else problem.reduce),
+        before=_text(problem, step.before, waits[0]),
+        after=_text(problem, step.after, waits[1]),
         collective=collective,
         reduce=reduce,
     )

@@ -14,9 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# With more factors the search gets slow, and a plan over whole axes is nearly as good.
-MAX_FACTORS = 4
-
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
@@ -87,24 +84,42 @@ def whole(axis_sizes: Mapping[str, int]) -> Factors:
     return Factors(tuple((name, (size,) if size > 1 else ()) for name, size in axis_sizes.items()))
 
 
-def split_for(axis_sizes: Mapping[str, int], changed: Sequence[str]) -> Factors:
-    """Factors fine enough for axes of different sizes to trade places.
+def split_for(axis_sizes: Mapping[str, int], changed: Sequence[str], most: int = 4) -> Factors:
+    """Factors fine enough for parts of axes to move on their own: primes, where these are few.
+
+    Else so fine that axes of different sizes can trade places.
 
     Args:
       axis_sizes: name and size of each axis.
       changed: the axes that do something else afterwards than before.
+      most: with more factors the search gets slow, and a plan over whole axes is nearly as good.
 
     Example:
       >>> split_for({"x": 2, "y": 8}, ["x", "y"]).axes
-      (('x', (2,)), ('y', (2, 4)))
+      (('x', (2,)), ('y', (2, 2, 2)))
+      >>> split_for({"x": 2, "y": 32}, ["x", "y"]).axes
+      (('x', (2,)), ('y', (2, 16)))
     """
+    finest = Factors(tuple((name, _primes(size)) for name, size in axis_sizes.items()))
+    if len(finest.sizes) <= most:
+        return finest
     cuts: dict[str, set[int]] = {name: set() for name in axis_sizes}
     for one, other in itertools.permutations(changed, 2):
         shared = math.gcd(axis_sizes[one], axis_sizes[other])
         if 1 < shared < axis_sizes[one]:
             cuts[one].add(axis_sizes[one] // shared)
     found = Factors(tuple((name, _cut(size, cuts[name])) for name, size in axis_sizes.items()))
-    return found if len(found.sizes) <= MAX_FACTORS else whole(axis_sizes)
+    return found if len(found.sizes) <= most else whole(axis_sizes)
+
+
+def _primes(size: int) -> tuple[int, ...]:
+    found, prime = [], 2
+    while size > 1:
+        while size % prime == 0:
+            found.append(prime)
+            size //= prime
+        prime += 1
+    return tuple(found)
 
 
 def _cut(size: int, strides: set[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
+from shardkit.arrays.placing import keep_axes
 from shardkit.meshes import manual_axes, mesh_of
 from shardkit.placements import AnyMesh
 from shardkit.reshard.local import Step, as_steps, take
@@ -177,8 +178,8 @@ def _abstract(x: Any, *, program: Program) -> Any:
         raise ValueError(f"a program for {program.shape(program.source)} was given {x.shape}; please report this")
     shape = program.shape(program.goal)
     mesh = x.sharding.mesh
-    explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
-    spec = program.goal.spec if explicit else PartitionSpec(*[None] * len(shape))
+    nothing = PartitionSpec(*[None] * len(shape))
+    spec = nothing if mesh.empty else keep_axes(program.goal.spec, mesh, AxisType.Explicit)
     return x.update(shape=shape, sharding=NamedSharding(mesh, spec), weak_type=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,14 +34,24 @@ class Move(NamedTuple):
 EMBEDS = ("sum", "max", "min", "prod", "any", "all")
 
 
-def moves(problem: Problem, state: State, goal: State) -> Iterator[Move]:
-    """All steps from a state but permutes."""
+def moves(problem: Problem, state: State, goal: State, made: bool = False, budget: float = math.inf) -> Iterator[Move]:
+    """All steps from a state but permutes.
+
+    Args:
+      problem: the array, the mesh and the kinds.
+      state: where it is.
+      goal: where it shall get to; only contributions that it has are made.
+      made: the state's Partial factors wait for the goal's kind of reduction, not for the source's.
+      budget: steps that surely cost more bytes may be left out.
+    """
     held = problem.local_bytes(state)
-    yield from _slices(problem, state, held)
-    yield from _exchanges(problem, state, held)
-    if state.partial and problem.reduce is not None:
-        yield from _reductions(problem, state, held, problem.reduce)
-    yield from _contributions(problem, state, goal, held)
+    yield from _slices(problem, state, goal, held)
+    yield from _exchanges(problem, state, held, budget)
+    same = problem.reduce == problem.wanted
+    if state.partial and problem.reduce is not None and (same or not made):
+        yield from _reductions(problem, state, held, problem.reduce, budget)
+    if problem.wanted is not None and (same or made or not state.partial):
+        yield from _contributions(problem, state, goal, held, problem.wanted)
 
 
 def permute(problem: Problem, before: State, after: State) -> Move:
@@ -50,15 +61,29 @@ def permute(problem: Problem, before: State, after: State) -> Move:
     return Move("permute", after, held if moved else 0, int(moved), 2 * held)
 
 
-def _slices(problem: Problem, state: State, held: int) -> Iterator[Move]:
-    for factor in problem.free(state):
-        for dim, factors in enumerate(state.dims):
-            if problem.block(dim, factors) > 1 and problem.nests(dim, factors, (factor,)):
-                after = _replaced(state, {dim: (*factors, factor)})
-                yield Move("slice", after, 0, 0, held + problem.local_bytes(after))
+def _slices(problem: Problem, state: State, goal: State, held: int) -> Iterator[Move]:
+    free = problem.free(state)
+    for dim, factors in enumerate(state.dims):
+        # Where sizes don't divide, blocks cut one factor at a time needn't be pieces of one another: then all at once.
+        longest = 1 if problem.shape[dim] % problem.parts(factors + free) == 0 else len(free)
+        for count in range(1, longest + 1):
+            for added in itertools.permutations(free, count):
+                if problem.block(dim, factors) <= 1 and not set(added) <= set(goal.dims[dim]):
+                    continue  # there is nothing to cut
+                if problem.nests(dim, factors, added) and not _in_turn(problem, dim, factors, added):
+                    after = _replaced(state, {dim: (*factors, *added)})
+                    yield Move("slice", after, 0, 0, held + problem.local_bytes(after))
 
 
-def _exchanges(problem: Problem, state: State, held: int) -> Iterator[Move]:
+def _in_turn(problem: Problem, dim: int, factors: tuple[int, ...], added: tuple[int, ...]) -> bool:
+    """Whether two slices do what one by all of ``added`` does."""
+    return any(
+        problem.nests(dim, factors, added[:n]) and problem.nests(dim, factors + added[:n], added[n:])
+        for n in range(1, len(added))
+    )
+
+
+def _exchanges(problem: Problem, state: State, held: int, budget: float) -> Iterator[Move]:
     """all_gather of the last factors of some dims, and all_to_all of these to other dims."""
     choices = [
         [
@@ -74,6 +99,8 @@ def _exchanges(problem: Problem, state: State, held: int) -> Iterator[Move]:
         kept = {d: state.dims[d][: len(state.dims[d]) - n] for d, n in enumerate(counts) if n}
         taken = [f for d, n in enumerate(counts) if n for f in state.dims[d][len(state.dims[d]) - n :]]
         group = problem.parts(tuple(taken))
+        if wire_bytes("all_to_all", held, group) > budget:  # the least that any of these costs
+            continue
         gathered = _replaced(state, kept)
         result = problem.local_bytes(gathered)
         # What travels are blocks as they lie: `group` of them, the padding with them.
@@ -86,10 +113,12 @@ def _exchanges(problem: Problem, state: State, held: int) -> Iterator[Move]:
             yield Move("all_to_all", after, wire_bytes("all_to_all", sent, group), 1, 2 * sent)
 
 
-def _reductions(problem: Problem, state: State, held: int, reduce: str) -> Iterator[Move]:
+def _reductions(problem: Problem, state: State, held: int, reduce: str, budget: float) -> Iterator[Move]:
     for count in range(1, len(state.partial) + 1):
         for chosen in itertools.combinations(state.partial, count):
             group = problem.parts(chosen)
+            if held * (group - 1) // group > budget:
+                continue
             left = tuple(f for f in state.partial if f not in chosen)
             # There is no all-reduce of products in JAX: contributions are gathered and multiplied.
             kind, result = ("all_gather", held * group) if reduce == "prod" else ("all_reduce", held)
@@ -102,25 +131,26 @@ def _reductions(problem: Problem, state: State, held: int, reduce: str) -> Itera
                 )
 
 
-def _contributions(problem: Problem, state: State, goal: State, held: int) -> Iterator[Move]:
-    """The last step to a Partial goal: each device keeps its block, or nothing, as its contribution."""
-    missing = tuple(f for f in goal.partial if f not in state.partial)
-    if not missing or problem.wanted is None or (state.partial and problem.reduce != problem.wanted):
-        return
-    if set(state.partial) - set(goal.partial):
-        return
-    dims = []
-    for dim, factors in enumerate(state.dims):
-        kept = len(factors)
-        while kept and factors[kept - 1] in missing:
-            kept -= 1
-        if kept < len(factors) and problem.wanted not in EMBEDS:
-            return
-        if not problem.nests(dim, factors[:kept], factors[kept:]):
-            return
-        dims.append(factors[:kept])
-    if tuple(dims) == goal.dims:
-        yield Move("contribute", goal, 0, 0, held + problem.local_bytes(goal))
+def _contributions(problem: Problem, state: State, goal: State, held: int, wanted: str) -> Iterator[Move]:
+    """Each device keeps its block, or nothing, as its contribution."""
+    missing = [f for f in goal.partial if f not in state.partial]
+    for count in range(1, len(missing) + 1):
+        for chosen in itertools.combinations(missing, count):
+            kept = [_without_last(factors, chosen) for factors in state.dims]
+            if any(f in chosen for factors in kept for f in factors):
+                continue
+            cut = [(d, k, f[len(k) :]) for d, (k, f) in enumerate(zip(kept, state.dims, strict=True)) if k != f]
+            if (cut and wanted not in EMBEDS) or not all(problem.nests(*each) for each in cut):
+                continue
+            after = State(tuple(kept), tuple(sorted((*state.partial, *chosen))))
+            yield Move("contribute", after, 0, 0, held + problem.local_bytes(after))
+
+
+def _without_last(factors: tuple[int, ...], chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """The factors but those of ``chosen`` that are the last ones."""
+    while factors and factors[-1] in chosen:
+        factors = factors[:-1]
+    return factors
 
 
 def _assignments(

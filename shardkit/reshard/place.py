@@ -10,9 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardkit.arrays import Padded, pad_shape, pad_to
+from shardkit.arrays import Padded, pad_to
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
-from shardkit.placements import Layout, Placements, axes_size, uneven_error
+from shardkit.placements import Layout, Placements
 
 
 def shard_tensor(
@@ -67,19 +67,17 @@ def shard_tensor(
     if not hasattr(x, "shape"):
         x = jax.numpy.asarray(x)
     shape = tuple(x.shape)
-    parts = {}
-    for dim, axes in layout.dim_axes(len(shape)).items():
-        parts[dim] = axes_size(where, axes)
-        if shape[dim] % parts[dim] and uneven == "error":
-            raise uneven_error(dim, shape, axes, parts[dim])
+    layout.local_shape(shape, uneven=uneven)  # refuses what doesn't divide
     spec = layout.spec_for(len(shape))
-    padded = pad_shape(shape, parts)
+    padded = layout.padded_shape(shape)
     if isinstance(where, Mesh) and not isinstance(x, Tracer):
         sharding = NamedSharding(where, spec)
         if isinstance(x, np.ndarray):
             # From the host each device is sent its own block only.
             x = np.pad(x, [(0, new - old) for new, old in zip(padded, shape, strict=True)])
         array = jax.device_put(x, sharding) if x.shape == padded else _pad_and_place(x, padded, sharding)
+        if isinstance(array, Tracer):  # a constant under jit, which device_put leaves to the compiler
+            array = place_traced(array, where, spec)
     else:
         array = place_traced(pad_to(x, padded), where, spec)
     return Padded(array, shape) if uneven == "pad" else array

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.arrays.kinds import check_dtype
-from shardkit.meshes import manual_axes
-from shardkit.placements import Layout, Shard
+from shardkit.placements import Layout
 from shardkit.reshard.factors import Factors, split_for, whole
 from shardkit.reshard.local import Step, as_steps
 from shardkit.reshard.moves import Move
@@ -57,27 +56,14 @@ def route(region: Region, shape: tuple[int, ...], dtype: np.dtype, source: Layou
       source, goal: layouts, resolved for the rank.
 
     Raises:
-      ValueError: two kinds of Partial, a dtype that has no such reduction, a change along an axis that's manual.
+      ValueError: two kinds of Partial.
+      TypeError: a dtype that has no such reduction.
     """
     for layout in (source, goal):
         if layout.reduce is not None:
             check_dtype(layout.reduce, dtype, "reshard")
-    _check_manual(source, goal)
     ends = [ends_of(layout, len(shape), names) for layout, names in ((source, region.source), (goal, region.goal))]
     return _route(region.sizes, shape, np.dtype(dtype).itemsize, ends[0], ends[1], source.reduce, goal.reduce)
-
-
-def _check_manual(source: Layout, goal: Layout) -> None:
-    manual = manual_axes()
-    if not manual or source.mesh.axis_names != goal.mesh.axis_names:
-        return
-    for name, before, after in zip(source.mesh.axis_names, source.placements, goal.placements, strict=True):
-        if name in manual and (before != after or isinstance(before, Shard)):
-            raise ValueError(
-                f"reshard: mesh axis {name!r} is manual here (inside jax.shard_map), where a value is one device's "
-                f"block along it, so it can't go from {before} to {after}; leave the axis out of the placements, and "
-                f"use jax.lax collectives along {name!r}, or reshard outside"
-            )
 
 
 def ends_of(layout: Layout, ndim: int, names: Names) -> Ends:
@@ -103,9 +89,12 @@ def _route(
     coarse = whole(axis_sizes)
     found = _way(coarse, shape, itemsize, source, goal, reduce, wanted, None)
     assert found is not None  # there's always a way
-    if found.cost[0] > least_bytes(found.problem, found.source, found.goal):
-        # Parts of axes may do better; where they gain nothing, whole axes are easier to read.
-        fine = split_for(axis_sizes, changed)
+    least = least_bytes(found.problem, found.source, found.goal)
+    # Parts of axes may do better, or as well in fewer collectives; that is worth a search among moves, but not among
+    # reductions, of which there are many more. Where they gain nothing, whole axes are easier to read.
+    good = (least, found.cost[1] if found.source.partial else min(least, 1))
+    if found.cost > good:
+        fine = split_for(axis_sizes, changed, most=3 if found.source.partial else 4)
         if fine != coarse:
             found = _way(fine, shape, itemsize, source, goal, reduce, wanted, (*found.cost, 0, 0)) or found
     return found

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._compat import spec_entries
 from shardkit.arrays import Padded, PartialArray, from_unreduced
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
-from shardkit.placements import AnyMesh, Layout, Placements, axes_size, layout_of, uneven_error
+from shardkit.placements import AnyMesh, Layout, Partial, Placement, Placements, Replicate, layout_of
 from shardkit.reshard.crossing import crossing
 from shardkit.reshard.linear import End, Program, apply
 from shardkit.reshard.place import place_traced, shard_tensor
@@ -71,11 +71,9 @@ def reshard(
     where = concrete_mesh(resolve_mesh(mesh, x, what="reshard"))
     goal = Layout(where, placements).resolved(len(x.shape))
     goal.reduce  # noqa: B018  # two kinds are refused before anything else is
-    if isinstance(x, PartialArray):
-        x = _reduce_manual(x, goal)
-    _check_even(x, goal)
-    source = _source(x, src)
-    return _from_anywhere(x, goal) if source is None else _move(x, source.resolved(len(x.shape)), goal)
+    if manual_axes():
+        return _within(x, src, goal)
+    return _anywhere(x, _source(x, src), goal)
 
 
 def unshard(x: Any) -> jax.Array:
@@ -140,43 +138,60 @@ def _logical(x: Any) -> tuple[int, ...] | None:
     return x.logical_shape if isinstance(x, Padded | PartialArray) else None
 
 
-def _check_even(x: Any, goal: Layout) -> None:
-    if _logical(x) is not None:
-        return
-    for dim, axes in goal.dim_axes(len(x.shape)).items():
-        parts = axes_size(goal.mesh, [a for a in axes if a not in manual_axes()])
-        if x.shape[dim] % parts:
-            raise uneven_error(dim, x.shape, axes, parts)
+def _anywhere(x: Any, source: Layout | None, goal: Layout) -> Any:
+    if _logical(x) is None:
+        goal.local_shape(x.shape)  # refuses what doesn't divide
+    if source is None or (isinstance(x, Padded) and x.array.shape != source.padded_shape(x.logical_shape)):
+        # On no mesh yet, or under jit wherever the compiler has it: JAX places it.
+        whole = goal.without_partial()
+        placed = shard_tensor(x, whole, uneven="pad" if isinstance(x, Padded) else "error")
+        return _move(placed, whole, goal) if goal.partial_axes else placed
+    return _move(x, source.resolved(len(x.shape)), goal)
 
 
-def _from_anywhere(x: Any, goal: Layout) -> Any:
-    """For a value that is on no mesh yet, or under jit wherever the compiler has it: JAX places it."""
-    whole = goal.without_partial()
-    placed = shard_tensor(x, whole, uneven="pad" if isinstance(x, Padded) else "error")
-    return _move(placed, whole, goal) if goal.partial_axes else placed
+def _within(x: Any, src: Placements | Layout | None, goal: Layout) -> Any:
+    """Where some axes are manual already, a value is one device's block along them, and only others can change.
 
-
-def _reduce_manual(x: PartialArray, goal: Layout) -> Any:
-    """Where a Partial axis is manual here, its reduction is one collective of the region around us."""
-    manual = manual_axes()
-    names = x.layout.mesh.axis_names
-    if not manual or names != goal.mesh.axis_names:
-        return x
-    pairs = zip(names, x.layout.placements, goal.placements, strict=True)
-    axes = tuple(n for n, before, after in pairs if n in manual and n in x.layout.partial_axes and before != after)
-    if not axes:
-        return x
-    kept = {n: p for n, p in zip(names, x.layout.placements, strict=True) if n not in axes}
-    reductions = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
-    if x.layout.reduce not in reductions:
+    Along a manual axis a ``PartialArray`` stays what it says it is, or is reduced by a collective of that region.
+    """
+    if isinstance(x, Padded) and any(held < size for held, size in zip(x.array.shape, x.logical_shape, strict=True)):
         raise ValueError(
-            f"reshard: mesh axes {axes} are manual here, where Partial({x.layout.reduce!r}) can't be reduced; do it "
-            "outside jax.shard_map"
+            f"reshard: inside jax.shard_map this sk.Padded is one device's block {x.array.shape} of the logical "
+            f"{x.logical_shape}; reshard its .array, or outside"
         )
-    stack = reductions[x.layout.reduce](x.stack, axes)
-    stack = jnp.squeeze(stack, tuple(i for i, n in enumerate(x.layout.partial_axes) if n in axes))
-    layout = Layout(x.layout.mesh, kept)
-    return _closed(stack, layout, x.logical_shape)
+    names = goal.mesh.axis_names
+    source = _source(x, src)
+    fixed = dict(zip(names, source.placements, strict=True)) if source is not None else {}
+    asked = dict(zip(names, goal.placements, strict=True))
+    for axis in (n for n in names if n in manual_axes()):
+        before, after = fixed.setdefault(axis, Replicate()), asked[axis]
+        stays = before == after or (isinstance(x, PartialArray) and isinstance(after, Replicate))
+        if not stays:
+            raise ValueError(
+                f"reshard: mesh axis {axis!r} is manual here (inside jax.shard_map), where a value is one device's "
+                f"block along it, so it can't go from {before} to {after}; leave the axis out of the placements, and "
+                f"use jax.lax collectives along {axis!r}, or reshard outside"
+            )
+        if isinstance(before, Partial) and isinstance(after, Replicate):
+            x = _reduced_here(x, axis)  # type: ignore[arg-type]  # what is Partial over it is a PartialArray
+            fixed[axis] = after
+    kept = {n: p for n, p in fixed.items() if n in manual_axes()}
+    # What a manual axis cuts has been cut; what is Partial over it stays so, out of sight.
+    unseen: dict[str, Placement] = {n: p if isinstance(p, Partial) else Replicate() for n, p in kept.items()}
+    done = _anywhere(x, None if source is None else source.but(unseen), goal.but(unseen))
+    return dataclasses.replace(done, layout=done.layout.but(kept)) if isinstance(done, PartialArray) else done
+
+
+def _reduced_here(x: PartialArray, axis: str) -> Any:
+    kind, axes = x.layout.reduce, x.layout.partial_axes
+    reductions = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
+    if kind not in reductions:
+        raise ValueError(
+            f"reshard: mesh axis {axis!r} is manual here, where Partial({kind!r}) can't be reduced; do it outside "
+            "jax.shard_map"
+        )
+    stack = jnp.squeeze(reductions[kind](x.stack, axis), axes.index(axis))
+    return _closed(stack, x.layout.but({axis: Replicate()}), x.logical_shape)
 
 
 def _move(x: Any, source: Layout, goal: Layout) -> Any:

@@ -23,6 +23,9 @@ from shardkit.reshard.moves import Move, moves, permute
 from shardkit.reshard.states import Problem, State
 
 Cost = tuple[int, int, int, int]  # bytes, collectives, peak bytes, steps
+# A state, whether a permute led there, and, where the kind of reduction changes, whether its contributions are those of
+# the goal's kind.
+_Node = tuple[State, bool, bool]
 
 
 def cheapest(problem: Problem, source: State, goal: State) -> list[Move]:
@@ -41,15 +44,26 @@ def cheaper(problem: Problem, source: State, goal: State, limit: Cost | None) ->
     if limit is not None and (bound(source), 0, 0, 0) >= limit:
         return None
     way = None
+    whole = _cost_by_gathering(problem, source, goal)
+    limit = (whole + 1, 0, 0, 0) if limit is None else limit
     if problem.signature(source) == problem.signature(goal) and not _changes_kind(problem, source, goal):
         direct = [permute(problem, source, goal)]
-        if limit is None or way_cost(direct) < limit:
+        if way_cost(direct) < limit:
             way, limit = direct, way_cost(direct)
     way = _search(problem, source, goal, bound, limit, permuting=False) or way
-    if way is None or way_cost(way)[0] > bound(source):
-        # Something may be cheaper, by a permute.
+    if way is None or way_cost(way)[:2] > (bound(source), min(bound(source), 1)):
+        # Something may be cheaper, or as cheap in fewer collectives, by a permute.
         way = _search(problem, source, goal, bound, limit if way is None else way_cost(way), permuting=True) or way
     return way
+
+
+def _cost_by_gathering(problem: Problem, source: State, goal: State) -> int:
+    """Bytes of the way that's always there: reduce, gather all, take one's own."""
+    held, cost = problem.local_bytes(source), 0
+    if set(source.partial) - set(goal.partial) or _changes_kind(problem, source, goal):
+        group = problem.parts(source.partial)
+        cost = held * (group - 1) if problem.reduce == "prod" else 2 * held * (group - 1) // group
+    return cost + held * (problem.parts(tuple(f for factors in source.dims for f in factors)) - 1)
 
 
 def least_bytes(problem: Problem, source: State, goal: State) -> int:
@@ -71,15 +85,14 @@ def _search(
     problem: Problem, source: State, goal: State, bound: _Bound, limit: Cost | None, *, permuting: bool
 ) -> list[Move] | None:
     """The cheapest way, if it's cheaper than ``limit``; with a permute at most where ``permuting``."""
-    # Where the kind changes, only what "contribute" leads to is the goal: a state doesn't say its kind.
-    made, end = 2, (2,) if _changes_kind(problem, source, goal) else (0, 1, 2)
-    start: tuple[State, int] = (source, 0)
-    best: dict[tuple[State, int], Cost] = {start: (0, 0, 0, 0)}
-    came: dict[tuple[State, int], tuple[tuple[State, int], Move]] = {}
+    changes = _changes_kind(problem, source, goal)
+    start: _Node = (source, False, False)
+    best: dict[_Node, Cost] = {start: (0, 0, 0, 0)}
+    came: dict[_Node, tuple[_Node, Move]] = {}
     count = itertools.count()
-    queue: list[tuple[Cost, int, tuple[State, int]]] = [((bound(source), 0, 0, 0), next(count), start)]
+    queue: list[tuple[Cost, int, _Node]] = [((bound(source), 0, 0, 0), next(count), start)]
     done = set()
-    alike = _Alike(problem, goal) if permuting else None
+    alike = _Alike(problem)
     while queue:
         estimate, _, node = heapq.heappop(queue)
         if limit is not None and estimate >= limit:
@@ -87,37 +100,39 @@ def _search(
         if node in done:
             continue
         done.add(node)
-        state, level = node
-        if state == goal and level in end:
+        state, permuted, made = node
+        if state == goal and made == changes:
             way = []
             while node != start:
                 node, move = came[node]
                 way.append(move)
             return way[::-1]
-        received, collectives, peak, steps = best[node]
+        received = best[node][0]
 
-        def offer(move: Move, to: int, node=node, received=received, collectives=collectives, peak=peak, steps=steps):
-            target = (move.after, to)
+        def offer(move: Move, permuted: bool, made: bool, node=node, so_far=best[node]):
+            target = (move.after, permuted, made)
             if target in done:
                 return
+            received, collectives, peak, steps = so_far
             cost = (received + move.bytes, collectives + move.collectives, max(peak, move.peak), steps + 1)
             if target in best and best[target] <= cost:
                 return
-            estimate = (cost[0] + bound(move.after), *cost[1:])
+            estimate = (cost[0] + bound(move.after, made), *cost[1:])
             if limit is not None and estimate >= limit:
                 return
             best[target] = cost
             came[target] = (node, move)
             heapq.heappush(queue, (estimate, next(count), target))
 
-        for move in moves(problem, state, goal):
-            offer(move, made if move.kind == "contribute" else level)
-        if alike is not None and level == 0:
+        budget = math.inf if limit is None else limit[0] - received
+        for move in moves(problem, state, goal, made, budget):
+            offer(move, permuted, made or (changes and move.kind == "contribute"))
+        if permuting and not permuted:
             held = problem.local_bytes(state)
             if limit is None or received + held <= limit[0]:
                 for other in alike(state):
-                    if limit is None or received + held + bound(other) <= limit[0]:
-                        offer(permute(problem, state, other), 1)
+                    if limit is None or received + held + bound(other, made) <= limit[0]:
+                        offer(permute(problem, state, other), True, made)
     return None
 
 
@@ -127,22 +142,24 @@ class _Bound:
     def __init__(self, problem: Problem, goal: State):
         self._problem = problem
         self._goal = goal
-        self._known: dict[State, int] = {}
+        self._known: dict[tuple[State, bool], int] = {}
         self._ends = [problem.interval(d, f) for d, f in enumerate(goal.dims)]
         self._wanted = np.full(problem.coordinates.shape[1], problem.itemsize)
         for low, high in self._ends:
             self._wanted = self._wanted * (high - low)
 
-    def __call__(self, state: State) -> int:
-        if state not in self._known:
-            self._known[state] = self._compute(state)
-        return self._known[state]
+    def __call__(self, state: State, made: bool = False) -> int:
+        key = (state, made)
+        if key not in self._known:
+            self._known[key] = self._compute(state, made)
+        return self._known[key]
 
-    def _compute(self, state: State) -> int:
+    def _compute(self, state: State, made: bool) -> int:
         goal, problem = self._goal, self._problem
-        if state == goal:
+        changes = bool(goal.partial) and problem.reduce != problem.wanted
+        if state == goal and not (changes and problem.reduce is not None):
             return 0
-        if state.partial and (not goal.partial or problem.reduce != problem.wanted):
+        if state.partial and problem.reduce is not None and not made and (changes or not goal.partial):
             # Over all devices: to put n contributions together takes n - 1 receptions of each element; then each other
             # device that wants the sum must receive something more.
             devices = problem.coordinates.shape[1]
@@ -162,17 +179,18 @@ class _Bound:
 class _Alike:
     """The states that hold the same blocks on other devices."""
 
-    def __init__(self, problem: Problem, goal: State):
+    def __init__(self, problem: Problem):
         self._problem = problem
-        self._goal = goal
         self._found: dict[tuple[int, ...], list[State]] | None = None
 
     def __call__(self, state: State) -> list[State]:
+        problem = self._problem
         if self._found is None:
             self._found = defaultdict(list)
-            for other in all_states(len(self._problem.factors.sizes), len(state.dims), bool(state.partial)):
-                self._found[self._problem.signature(other)].append(other)
-        return [s for s in self._found.get(self._problem.signature(state), ()) if s != state]
+            partial = problem.reduce is not None or problem.wanted is not None
+            for other in all_states(len(problem.factors.sizes), len(state.dims), partial):
+                self._found[problem.signature(other)].append(other)
+        return [s for s in self._found.get(problem.signature(state), ()) if s != state]
 
 
 def all_states(factors: int, ndim: int, partial: bool) -> Iterator[State]:

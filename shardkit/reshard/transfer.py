@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from shardkit.static import Static
+
 Box = tuple[tuple[int, int], ...]  # begin and end in each dim
 
 
@@ -48,26 +50,14 @@ def _transfer(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> 
 
 
 def _forward(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding):
-    return _transfer(x, shape, sharding), _Static(x.sharding)
+    return _transfer(x, shape, sharding), Static(x.sharding)
 
 
-def _backward(shape: tuple[int, ...], sharding: NamedSharding, source: _Static, cotangent: jax.Array):
+def _backward(shape: tuple[int, ...], sharding: NamedSharding, source: Static, cotangent: jax.Array):
     return (_transfer(cotangent, shape, source.value),)
 
 
 _transfer.defvjp(_forward, _backward)
-
-
-@jax.tree_util.register_static
-class _Static:
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
 
 
 def _mesh_text(x: Any) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.arrays import pad_shape, pad_to
+from shardkit.arrays import pad_to
 
 pytestmark = pytest.mark.smoke
 
@@ -268,20 +268,6 @@ def test_to_local_refuses():
 
 
 # --- padding --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "parts", "padded"),
-    [
-        ((5, 3), {0: 4}, (8, 3)),
-        ((5, 3), {}, (5, 3)),
-        ((5, 3), {0: 1, 1: 2}, (5, 4)),
-        ((8,), {0: 8}, (8,)),
-        ((), {}, ()),
-    ],
-)
-def test_pad_shape(shape, parts, padded):
-    assert pad_shape(shape, parts) == padded
 
 
 def test_pad_to():

@@ -7,8 +7,8 @@ import rich.console
 
 from shardkit.inspect import Collective, CollectiveReport
 from shardkit.inspect.report import KINDS
-from shardkit.reshard.cost import wire_bytes
 from shardkit.inspect.tables import Table, format_bytes
+from shardkit.reshard.cost import wire_bytes
 
 GATHER = Collective(
     kind="all_gather",
