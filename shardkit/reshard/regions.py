@@ -61,7 +61,7 @@ def _region_between(source: AnyMesh, goal: AnyMesh, manual: frozenset[str]) -> R
     if same_place(source, goal):
         sizes = zip(source.axis_names, source.axis_sizes, strict=True)
         names = tuple((n, () if n in manual else (n,)) for n in source.axis_names)
-        mesh = goal if isinstance(goal, Mesh) else source  # devices, where they're known
+        mesh = source if isinstance(source, Mesh) else goal  # devices, where they're known
         return Region(mesh, tuple((n, s) for n, s in sizes if n not in manual), names, names)
     if not same_order(source, goal):
         return None
@@ -72,7 +72,7 @@ def _region_between(source: AnyMesh, goal: AnyMesh, manual: frozenset[str]) -> R
     named = [(name, _covered(source, name, strides)) for name in source.axis_names]
     labels = {i: name if len(mine) == 1 else f"{name}.{k}" for name, mine in named for k, i in enumerate(mine)}
     axes = tuple(labels[i] for i in range(len(found)))
-    known = goal if isinstance(goal, Mesh) else source
+    known = source if isinstance(source, Mesh) else goal
     if isinstance(known, Mesh):
         mesh: AnyMesh = Mesh(known.devices.reshape(found), axes, axis_types=(AxisType.Auto,) * len(axes))
     else:

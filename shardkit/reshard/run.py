@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from shardkit._compat import spec_entries
 from shardkit.arrays import Padded, PartialArray, from_unreduced
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Partial, Placement, Placements, Replicate, layout_of
 from shardkit.reshard.crossing import crossing
-from shardkit.reshard.linear import End, Program, apply
-from shardkit.reshard.place import place_traced, shard_tensor
-from shardkit.reshard.regions import Names, region_between
-from shardkit.reshard.route import route
+from shardkit.reshard.one_mesh import on_one_mesh
+from shardkit.reshard.place import shard_tensor
+from shardkit.reshard.regions import region_between
 from shardkit.reshard.transfer import transfer
 
 
@@ -199,92 +195,13 @@ def _move(x: Any, source: Layout, goal: Layout) -> Any:
     array = x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x
     if region_between(source.mesh, goal.mesh) is None:
         way = crossing(shape, array.dtype, source, goal)
-        array = _on_one_mesh(array, shape, source, way.leave)
+        array = on_one_mesh(array, shape, source, way.leave)
         array = transfer(array, shape, NamedSharding(goal.mesh, way.enter.stack_spec(len(shape))))  # type: ignore[arg-type]
         source = way.enter
-    return _closed(_on_one_mesh(array, shape, source, goal), goal, _logical(x))
+    return _closed(on_one_mesh(array, shape, source, goal), goal, _logical(x))
 
 
 def _closed(array: jax.Array, layout: Layout, logical: tuple[int, ...] | None) -> Any:
     if layout.partial_axes:
         return PartialArray(array, layout, logical)
     return array if logical is None else Padded(array, logical)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A program, and the shardings at its ends in the words of the source's and of the goal's mesh."""
-
-    program: Program
-    source: PartitionSpec
-    goal: PartitionSpec
-    goal_mesh: AnyMesh
-
-    @property
-    def renames(self) -> bool:
-        """Whether the region's mesh isn't that of the source."""
-        return self.source != self.program.source.spec
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is to be done but to say where the array is in other words."""
-        program = self.program
-        return not program.steps and program.source.lead == program.goal.lead
-
-
-@functools.lru_cache(4096)
-def _way(shape: tuple[int, ...], dtype: np.dtype, source: Layout, goal: Layout, manual: frozenset[str]) -> _Way:
-    region = region_between(source.mesh, goal.mesh)
-    assert region is not None
-    found = route(region, shape, dtype, source, goal)
-    ends = [
-        End(state, _lead(layout, manual), _spec(layout, len(shape), names))
-        for state, layout, names in (
-            (found.source, source, region.source),
-            (found.goal, goal, region.goal),
-        )
-    ]
-    program = Program(region.mesh, region.axis_names, found.problem, ends[0], ends[1], found.steps)
-    specs = [
-        _spec(layout, len(shape), tuple((n, () if n in manual else (n,)) for n in layout.mesh.axis_names))
-        for layout in (source, goal)
-    ]
-    return _Way(program, specs[0], specs[1], goal.mesh)
-
-
-def _lead(layout: Layout, manual: frozenset[str]) -> tuple[int, ...]:
-    return tuple(1 if axis in manual else layout.mesh.shape[axis] for axis in layout.partial_axes)
-
-
-def _spec(layout: Layout, ndim: int, names: Names) -> PartitionSpec:
-    """The spec of the stack in the names of a region."""
-    made_of = dict(names)
-    entries = []
-    for entry in spec_entries(layout.stack_spec(ndim)):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        parts = tuple(n for axis in axes for n in made_of[axis])
-        entries.append(None if not parts else parts[0] if len(parts) == 1 else parts)
-    return PartitionSpec(*entries)
-
-
-def _on_one_mesh(array: jax.Array, shape: tuple[int, ...], source: Layout, goal: Layout) -> jax.Array:
-    way = _way(shape, array.dtype, source, goal, manual_axes())
-    if way.idle and way.source == way.goal and source.mesh == goal.mesh:
-        return array
-    if way.renames and isinstance(array, Tracer) and AxisType.Explicit in source.mesh.axis_types:
-        raise ValueError(
-            f"reshard: from mesh {dict(source.mesh.shape)} to {dict(goal.mesh.shape)} under jit on Explicit axes, "
-            "whose types know one mesh a program; call sk.reshard between two jitted functions"
-        )
-    if not way.idle:
-        if way.renames:
-            array = _renamed(array, way.program.mesh, way.program.source.spec)
-        array = apply(way.program, array)
-    return _renamed(array, goal.mesh, way.goal) if way.idle or way.renames or source.mesh != goal.mesh else array
-
-
-def _renamed(array: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
-    """The same blocks on the same devices, their sharding in other words; nothing moves."""
-    if isinstance(array, Tracer) or not isinstance(mesh, Mesh):
-        return place_traced(array, mesh, spec)
-    return jax.device_put(array, NamedSharding(mesh, spec))
