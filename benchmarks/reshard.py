@@ -127,7 +127,10 @@ class Row:
 
     @property
     def bytes_ratio(self) -> float:
-        return self.received / self.received_xla if self.received_xla else float(self.received > 0)
+        """Ours over XLA's; 1 where neither receives anything."""
+        if self.received == self.received_xla:
+            return 1.0
+        return self.received / self.received_xla if self.received_xla else float("inf")
 
     @property
     def wall_ratio(self) -> float:
