@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardkit.placements import Layout
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
@@ -116,6 +120,13 @@ def ambient_mesh() -> Mesh | AbstractMesh | None:
     return None if abstract.empty else abstract
 
 
+def no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Under ``jax.set_mesh`` JAX refuses operations on single-device arrays; an empty mesh lifts that."""
+    if ambient_mesh() is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
 def concrete_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The devices behind an abstract mesh, where it's the ambient one and we're outside jit; else the mesh itself."""
     if isinstance(mesh, Mesh):
@@ -136,8 +147,8 @@ def manual_axes() -> frozenset[str]:
 def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
     """The mesh an array lives on, where it says so."""
     if not isinstance(x, jax.Array):
-        layout = getattr(x, "layout", None)  # PartialArray: even a traced one may know its devices
-        if layout is not None:
+        layout = getattr(x, "layout", None)
+        if isinstance(layout, Layout):  # PartialArray: even a traced one may know its devices
             return layout.mesh if isinstance(layout.mesh, Mesh) else mesh_of(x.stack) or layout.mesh
         inner = getattr(x, "array", None)  # Padded
         if inner is not None:
@@ -156,6 +167,8 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> M
     Inside a shard_map the ambient (abstract) mesh knows which axes are manual, so it wins over a
     concrete mesh of the same axes.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{what}: mesh must be a jax.sharding.Mesh (sk.make_mesh makes one), got {mesh!r}")
     ambient = ambient_mesh()
     if ambient is not None and ambient.manual_axes:
         if mesh is not None and dict(mesh.shape) != dict(ambient.shape):

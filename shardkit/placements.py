@@ -231,6 +231,11 @@ class Layout:
         return partition_spec(entries, self.partial_axes, "".join(kinds), self._parsed.reduced)
 
     @property
+    def ndim(self) -> int | None:
+        """The rank it's made for; None where it speaks of any."""
+        return self._parsed.ndim
+
+    @property
     def spec(self) -> PartitionSpec:
         """The PartitionSpec that says the same."""
         return self.spec_for()
@@ -272,7 +277,8 @@ class Layout:
         for dim, axes in self._parsed.order:
             stay = tuple(a for a in axes if changed.get(a, Shard(dim)) == Shard(dim))
             new = tuple(a for a, p in changed.items() if p == Shard(dim) and a not in axes)
-            order.append((dim, stay + new))
+            if list(stay + new) != sorted(stay + new, key=self.mesh.axis_names.index):
+                order.append((dim, stay + new))
         return self._with(dataclasses.replace(self._parsed, placements=placements, order=tuple(order)))
 
     def resolved(self, ndim: int) -> Layout:
@@ -316,6 +322,8 @@ class Layout:
         if uneven not in ("error", "pad"):
             raise ValueError(f'uneven={uneven!r} is unknown; use "error" or "pad"')
         shape = tuple(shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"sizes are at least 0, got shape {shape}")
         local = list(shape)
         for dim, axes in self.dim_axes(len(shape)).items():
             parts = axes_size(self.mesh, axes)

@@ -4,7 +4,7 @@ from shardkit.arrays.local import from_local, to_local
 from shardkit.arrays.local_map import local_map
 from shardkit.arrays.padded import Padded, crop_to, pad_to
 from shardkit.arrays.partial import PartialArray
-from shardkit.arrays.unreduced import from_unreduced, to_unreduced
+from shardkit.arrays.unreduced import from_unreduced, is_unreduced, to_unreduced
 
 __all__ = [
     "PartialArray",
@@ -14,6 +14,7 @@ __all__ = [
     "local_map",
     "to_unreduced",
     "from_unreduced",
+    "is_unreduced",
     "crop_to",
     "pad_to",
 ]

@@ -33,11 +33,12 @@ def combine(
     """
     run = functools.partial(_combine, op, layout, neutral, once, swapped)
     # Eagerly one program, so that nothing but the result exists. Within a manual region there's a program already.
-    return run(stack, value) if manual_axes() else _jitted(op, layout, neutral, once, swapped)(stack, value)
+    return run(stack, value) if manual_axes() else _jitted(op, layout, stack.ndim, neutral, once, swapped)(stack, value)
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted(op: Callable, layout: Layout, neutral: int, once: bool, swapped: bool):
+def _jitted(op: Callable, layout: Layout, ndim: int, neutral: int, once: bool, swapped: bool):
+    del ndim  # layouts are equal whatever rank they are made for
     return jax.jit(functools.partial(_combine, op, layout, neutral, once, swapped))
 
 

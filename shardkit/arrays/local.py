@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardkit.arrays.kinds import check_dtype
 from shardkit.arrays.padded import Padded, pad_to
 from shardkit.arrays.partial import PartialArray
-from shardkit.meshes import ambient_mesh, concrete_mesh, resolve_mesh
+from shardkit.meshes import concrete_mesh, no_ambient_mesh, resolve_mesh
 from shardkit.placements import Layout, Placements, axes_size
 
 
@@ -43,7 +42,7 @@ def to_local(x: Any) -> list[jax.Array]:
     blocks = {shard.device: shard.data for shard in array.addressable_shards}
     if isinstance(x, PartialArray):
         lead = len(x.layout.partial_axes)
-        with _no_ambient_mesh():
+        with no_ambient_mesh():
             blocks = {device: block.reshape(block.shape[lead:]) for device, block in blocks.items()}
     if isinstance(array.sharding, NamedSharding):
         devices: Any = array.sharding.mesh.devices
@@ -104,6 +103,8 @@ def from_local(
     if global_shape is None:
         shape = _even_shape(held, parts, where)
     else:
+        if not isinstance(global_shape, Sequence):
+            raise TypeError(f"from_local: global_shape is a tuple of sizes, got {global_shape!r}")
         shape = tuple(global_shape)
         held = _padded_blocks(held, layout, shape)
     padded = layout.padded_shape(shape)
@@ -112,13 +113,6 @@ def from_local(
     if layout.partial_axes:
         return PartialArray(array, layout, logical)
     return array if logical is None else Padded(array, logical)
-
-
-def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Under ``jax.set_mesh`` JAX refuses operations on single-device arrays; an empty mesh lifts that."""
-    if ambient_mesh() is None:
-        return contextlib.nullcontext()
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 Held = Mapping[int, Any]  # position in mesh.devices.flat -> that device's array
@@ -215,7 +209,7 @@ def _piece(layout: Layout, shape: tuple[int, ...], block: tuple[int, ...], index
 
 def _fill(shard: Any, block: tuple[int, ...]) -> Any:
     if isinstance(shard, jax.Array):
-        with _no_ambient_mesh():
+        with no_ambient_mesh():
             return pad_to(shard, block)
     return np.pad(shard, [(0, new - old) for new, old in zip(block, shard.shape, strict=True)])
 
@@ -226,7 +220,7 @@ def _assemble(held: Held, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
     sharding = NamedSharding(mesh, layout.stack_spec(len(shape)))
     blocks = [jax.device_put(s, mesh.devices.flat[p]) for p, s in held.items()]  # stays where it is, if it's there
     if lead:
-        with _no_ambient_mesh():
+        with no_ambient_mesh():
             blocks = [jnp.reshape(b, (1,) * lead + b.shape) for b in blocks]
     sizes = tuple(mesh.shape[a] for a in layout.partial_axes)
     return jax.make_array_from_single_device_arrays(sizes + shape, sharding, blocks)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit.arrays.padded import Padded
 from shardkit.arrays.partial import PartialArray
 from shardkit.arrays.placing import constrain, describe, misplaced, same_layout
+from shardkit.arrays.unreduced import from_unreduced, is_unreduced
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Placement, Replicate, Shard
 
@@ -155,6 +156,8 @@ def _enter(x: Any, layout: Layout, name: str) -> tuple[Any, PartitionSpec]:
 
 
 def _enter_partial(x: Any, layout: Layout, name: str) -> tuple[Any, PartitionSpec]:
+    if is_unreduced(x):
+        x = from_unreduced(x)
     if not isinstance(x, PartialArray):
         raise TypeError(
             f"local_map: {name} is stated {list(layout.placements)}, but it is a whole value ({type(x).__name__}); "

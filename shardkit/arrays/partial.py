@@ -34,7 +34,8 @@ class PartialArray:
     ``TypeError`` that says to reduce first. Works on Auto and Explicit meshes, and for every kind of reduction;
     JAX's own ``unreduced`` arrays (``sk.to_unreduced``) need Explicit axes.
 
-    A pytree: it crosses ``jit``, ``scan`` and ``grad`` as it is. The gradient with respect to a ``PartialArray`` is
+    A pytree: it crosses ``jit``, ``scan`` and ``grad`` as it is. ``jax.tree.map``, and so a bare optax optimizer, sees
+    the contributions: what is linear in each of them is right. The gradient with respect to a ``PartialArray`` is
     a ``PartialArray`` whose stack holds the gradient of each contribution.
 
     Attributes:
@@ -130,6 +131,12 @@ class PartialArray:
 
     @property
     def _block(self) -> tuple[int, ...]:
+        if np.ndim(self.stack) - self._lead != self.layout.ndim:
+            raise ValueError(
+                f"the stack of shape {np.shape(self.stack)} isn't that of a PartialArray of {self.layout.ndim} dims "
+                f"over {self.layout.partial_axes}: a new dim before it, as vmap and scan put there, can't be told from "
+                "contributions; reduce within, or return the stack and sk.PartialArray it again"
+            )
         return tuple(self.stack.shape[self._lead :])
 
     @property
@@ -170,7 +177,8 @@ class PartialArray:
     def __repr__(self) -> str:
         if not hasattr(self.stack, "dtype"):
             return f"PartialArray({self.stack!r}, {self._placed()})"
-        return f"PartialArray({np.dtype(self.dtype).name}{list(self.shape)}, {self._placed()})"
+        shape = self.logical_shape or np.shape(self.stack)[self._lead :]
+        return f"PartialArray({np.dtype(self.dtype).name}{list(shape)}, {self._placed()})"
 
     def __len__(self) -> int:
         if not self.shape:
@@ -212,7 +220,7 @@ class PartialArray:
                     f"{name}: an sk.Padded of shape {other.logical_shape} meets {self!r}"
                     + ("" if self.logical_shape else ", which isn't padded; use its .value")
                 )
-            return other.array
+            return other.array if other.array.shape == self._block else other.value
         shape = tuple(np.shape(other))
         # Padded blocks within a manual region stand for no global shape: there a block meets a block.
         local = any(manual_axes().intersection(a) for a in self.layout.dim_axes(len(self._block)).values())
@@ -296,7 +304,12 @@ class PartialArray:
 
     __hash__ = None  # type: ignore[assignment]  # like an array: == is elementwise
     __array_priority__ = 100
-    __array_ufunc__ = None  # NumPy leaves `ndarray + x` to us
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        op = _UFUNCS.get(ufunc.__name__)
+        if op is None or method != "__call__" or kwargs:
+            _refuse(self, f"np.{ufunc.__name__}")
+        return op(*inputs)
 
     def __jax_array__(self) -> Any:
         # Not raised here: JAX asks before it leaves `array + x` to __radd__, which it does for what it doesn't know.
@@ -369,6 +382,16 @@ class _Refusal:
         _refuse(self.x, "this")
 
 
+# NumPy comes here for `ndarray + x` as well: by reflected operators, for an ndarray would come back.
+_UFUNCS: dict[str, Callable] = {
+    "add": lambda a, b: a + b if isinstance(a, PartialArray) else b.__radd__(a),
+    "subtract": lambda a, b: a - b if isinstance(a, PartialArray) else b.__rsub__(a),
+    "multiply": lambda a, b: a * b if isinstance(a, PartialArray) else b.__rmul__(a),
+    "divide": lambda a, b: a / b if isinstance(a, PartialArray) else b.__rtruediv__(a),
+    "true_divide": lambda a, b: a / b if isinstance(a, PartialArray) else b.__rtruediv__(a),
+    "negative": operator.neg,
+    "positive": operator.pos,
+}
 _UNARY = "abs invert bool float int complex index iter array round"
 _BINARY = "pow floordiv mod matmul divmod and or xor lshift rshift"
 _OTHERS = "eq ne lt le gt ge rtruediv getitem setitem contains"

@@ -40,7 +40,7 @@ def constrain(x: Any, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
 def misplaced(x: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     """Where ``x`` lives, if that is known and isn't what ``spec`` says; else None.
 
-    Nothing is known of NumPy arrays, of uncommitted ones, and of tracers on Auto axes.
+    Nothing is known of NumPy arrays, of uncommitted ones, of empty ones, and of tracers on Auto axes.
     """
     if isinstance(x, Tracer):
         found = jax.typeof(x).sharding
@@ -51,7 +51,7 @@ def misplaced(x: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
         want = keep_axes(spec, found.mesh, AxisType.Explicit)
         same = _cuts(found.spec, mesh) == _cuts(want, mesh) and not getattr(found.spec, "unreduced", None)
         return None if same else found.spec
-    if not isinstance(x, jax.Array) or not getattr(x, "committed", True):
+    if not isinstance(x, jax.Array) or not getattr(x, "committed", True) or x.size == 0:
         return None
     if isinstance(mesh, Mesh):
         same = x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)

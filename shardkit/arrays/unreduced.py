@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import partition_spec, spec_entries
 from shardkit.arrays.partial import PartialArray
-from shardkit.meshes import manual_axes
+from shardkit.meshes import manual_axes, no_ambient_mesh
 from shardkit.placements import Layout, layout_of
 from shardkit.static import Static
 
@@ -82,7 +82,8 @@ def _rewrapped(partial: PartialArray, spec: PartitionSpec) -> jax.Array:
             f"to_unreduced: under jit and grad JAX can only make unreduced sums, not a {partial.layout.reduce}; "
             "call it outside, or reduce first: sk.reshard(x, ...)"
         )
-    blocks = [s.data.reshape(s.data.shape[lead:]) for s in stack.addressable_shards]
+    with no_ambient_mesh():
+        blocks = [s.data.reshape(s.data.shape[lead:]) for s in stack.addressable_shards]
     return jax.make_array_from_single_device_arrays(partial.shape, NamedSharding(mesh, spec), blocks)
 
 
@@ -114,6 +115,14 @@ def from_unreduced(array: jax.Array) -> PartialArray:
         )
     layout = layout_of(array).resolved(array.ndim)
     return PartialArray(linear_call(_stacked, _back, Static(layout), array), layout)
+
+
+def is_unreduced(x: Any) -> bool:
+    """Whether this is one of JAX's ``unreduced`` arrays."""
+    if not isinstance(x, jax.Array):
+        return False
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+    return bool(getattr(getattr(sharding, "spec", None), "unreduced", None))
 
 
 # JAX won't let an unreduced value become a varying one (pcast), so its type isn't checked on the way (check_vma=False).

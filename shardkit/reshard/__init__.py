@@ -2,8 +2,8 @@
 
 From integers to arrays: ``factors`` (a mesh), ``states`` (where an array is), ``moves`` (one step and its cost),
 ``search`` (the cheapest way); ``regions`` and ``route`` bring layouts there, ``crossing`` between meshes; ``describe``
-and ``plan`` say it; ``local`` does it on one device, ``linear`` on all and differentiably, ``one_mesh`` and
-``transfer`` with arrays, ``run`` for users.
+and ``plan`` say it; ``local`` does it on one device, ``linear`` on all, ``derivatives`` with derivatives;
+``one_mesh`` and ``transfer`` take arrays, ``run`` is for users.
 """
 
 from shardkit.reshard.describe import ReshardStep

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
@@ -183,7 +182,7 @@ def _abstract(x: Any, *, program: Program) -> Any:
     return x.update(shape=shape, sharding=NamedSharding(mesh, spec), weak_type=False)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _compiled(program: Program):
     return jax.jit(functools.partial(apply, program))
 
@@ -200,62 +199,6 @@ def _eager(x: jax.Array, *, program: Program) -> jax.Array:
     return _compiled(program)(x)
 
 
-def _transpose(cotangent: Any, x: Any, *, program: Program) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(x.aval)]
-    return [apply(program.transpose(), cotangent)]
-
-
-def _jvp(primals: Any, tangents: Any, *, program: Program) -> Any:
-    (x,), (tangent,) = primals, tangents
-    out = apply(program, x)
-    if isinstance(tangent, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    reduce = program.problem.reduce
-    if program.source.state.partial and reduce not in LINEAR:
-        tangent = _weights(program, x) * tangent
-    return out, apply(program.tangent(), tangent)
-
-
-def _weights(program: Program, x: jax.Array) -> jax.Array:
-    """How much of each contribution's tangent is in that of the reduction.
-
-    Of a maximum (or minimum): of those equal to it, their share, as in jnp.max. Of a product: that of the others.
-    """
-    if program.goal.state.partial:
-        raise NotImplementedError(
-            f"the derivative of a reshard from Partial({program.problem.reduce!r}) to Partial is not known; "
-            "reduce first: sk.reshard(x, ...) to Shard or Replicate, then to Partial"
-        )
-    source, lead = program.source, len(program.source.lead)
-    whole = State(source.state.dims, ())
-    end = End(whole, (), PartitionSpec(*spec_entries(source.spec)[lead:]))
-
-    def reduced(values: jax.Array, kind: str) -> jax.Array:
-        problem = dataclasses.replace(program.problem, reduce=kind, wanted=None)
-        steps = (Step("reduce", source.state, whole),)
-        found = apply(dataclasses.replace(program, problem=problem, goal=end, steps=steps), values)
-        return found.reshape((1,) * lead + found.shape)
-
-    if program.problem.reduce == "prod":
-        zero = x == 0
-        others = reduced(jnp.where(zero, 1, x), "prod")
-        zeros = reduced(zero.astype(x.dtype), "sum")
-        return jnp.where(zeros == 0, others / x, jnp.where((zeros == 1) & zero, others, 0))
-    chosen = (x == reduced(x, program.problem.reduce or "max")).astype(x.dtype)
-    return chosen / reduced(chosen, "sum")
-
-
-def _batch(args: Any, dims: Any, *, program: Program) -> Any:
-    (x,), (dim,) = args, dims
-    x = jnp.moveaxis(x, dim, -1)
-    out = apply(program.batched(x.shape[-1]), x)
-    return out, out.ndim - 1
-
-
 reshard_p.def_impl(_eager)
 reshard_p.def_abstract_eval(_abstract)
 mlir.register_lowering(reshard_p, mlir.lower_fun(_region, multiple_results=False))
-ad.primitive_jvps[reshard_p] = _jvp
-ad.primitive_transposes[reshard_p] = _transpose
-batching.primitive_batchers[reshard_p] = _batch

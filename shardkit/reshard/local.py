@@ -51,6 +51,8 @@ def take(problem: Problem, steps: Sequence[Step], axis_names: tuple[str, ...], x
       axis_names: the axes of ``problem.factors``, all manual here.
       x: the device's block (its contribution, where the state is Partial) without leading dims.
     """
+    if 0 in problem.shape and steps:  # nothing to move, and collectives refuse it
+        return jnp.zeros(problem.block_shape(steps[-1].after), x.dtype)
     here = _Here(problem, axis_names)
     for step in steps:
         x = _STEPS[step.kind](here, step, x)
@@ -106,7 +108,7 @@ def _all_to_all(here: _Here, step: Step, x: Array) -> Array:
         x = _pad_for(here.problem, x, step.after, added)
         x = lax.all_to_all(x, axes, target, source, axis_index_groups=groups, tiled=True)
         return _crop(here.problem, x, step.after, [source])
-    pieces = _cut(here.problem, x, added, step.after, group)
+    pieces = cut(here.problem, x, added, step.after, group)
     pieces = lax.all_to_all(pieces, axes, 0, 0, axis_index_groups=groups, tiled=True)
     return _join(here.problem, pieces, removed, step.after)
 
@@ -151,7 +153,7 @@ def _reduce_scatter(here: _Here, step: Step, x: Array) -> Array:
     if kind not in ("sum", "mean"):
         # No reduce-scatter of other kinds in JAX: the pieces travel as they are, for the same bytes.
         pieces = lax.all_to_all(
-            _cut(here.problem, x, added, step.after, group), axes, 0, 0, axis_index_groups=groups, tiled=True
+            cut(here.problem, x, added, step.after, group), axes, 0, 0, axis_index_groups=groups, tiled=True
         )
         return reduce_stack(kind, pieces, (0,))
     if len(added) == 1:
@@ -159,7 +161,7 @@ def _reduce_scatter(here: _Here, step: Step, x: Array) -> Array:
         x = _pad_for(here.problem, x, step.after, added)
         total = lax.psum_scatter(x, axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
     else:
-        pieces = _cut(here.problem, x, added, step.after, group)
+        pieces = cut(here.problem, x, added, step.after, group)
         total = lax.psum_scatter(pieces, axes, scatter_dimension=0, axis_index_groups=groups)
     return total if kind == "sum" else total / np.asarray(here.problem.parts(tuple(group)), x.dtype)
 
@@ -228,7 +230,7 @@ def _grown(small: State, large: State) -> dict[int, tuple[int, ...]]:
     return {d: b[len(a) :] for d, (a, b) in pairs if len(b) > len(a)}
 
 
-def _cut(problem: Problem, x: Array, added: dict[int, tuple[int, ...]], after: State, group: Sequence[int]) -> Array:
+def cut(problem: Problem, x: Array, added: dict[int, tuple[int, ...]], after: State, group: Sequence[int]) -> Array:
     """One piece for each device of the group, in its order, along a new first dim."""
     x = _pad_for(problem, x, after, added)
     shape: list[int] = []

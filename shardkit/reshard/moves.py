@@ -47,10 +47,10 @@ def moves(problem: Problem, state: State, goal: State, made: bool = False, budge
     held = problem.local_bytes(state)
     yield from _slices(problem, state, goal, held)
     yield from _exchanges(problem, state, held, budget)
-    same = problem.reduce == problem.wanted
+    waits, same = problem.reduce is not None, problem.reduce == problem.wanted
     if state.partial and problem.reduce is not None and (same or not made):
         yield from _reductions(problem, state, held, problem.reduce, budget)
-    if problem.wanted is not None and (same or made or not state.partial):
+    if problem.wanted is not None and (same or made or not (waits and state.partial)):
         yield from _contributions(problem, state, goal, held, problem.wanted)
 
 

@@ -11,10 +11,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
+from shardkit.arrays.placing import constrain
 from shardkit.meshes import manual_axes
 from shardkit.placements import AnyMesh, Layout
+from shardkit.reshard import derivatives  # noqa: F401  # makes programs differentiable
 from shardkit.reshard.linear import End, Program, apply
-from shardkit.reshard.place import place_traced
 from shardkit.reshard.regions import Names, region_between, same_place
 from shardkit.reshard.route import route
 
@@ -102,5 +103,5 @@ def on_one_mesh(array: jax.Array, shape: tuple[int, ...], source: Layout, goal: 
 def _renamed(array: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
     """The same blocks on the same devices, their sharding in other words; nothing moves."""
     if isinstance(array, Tracer) or not isinstance(mesh, Mesh):
-        return place_traced(array, mesh, spec)
+        return constrain(array, mesh, spec)
     return jax.device_put(array, NamedSharding(mesh, spec))

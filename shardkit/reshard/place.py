@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, pad_to
+from shardkit.arrays.placing import constrain
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import Layout, Placements
 
@@ -77,15 +78,15 @@ def shard_tensor(
             x = np.pad(x, [(0, new - old) for new, old in zip(padded, shape, strict=True)])
         array = jax.device_put(x, sharding) if x.shape == padded else _pad_and_place(x, padded, sharding)
         if isinstance(array, Tracer):  # a constant under jit, which device_put leaves to the compiler
-            array = place_traced(array, where, spec)
+            array = constrain(array, where, spec)
     else:
-        array = place_traced(pad_to(x, padded), where, spec)
+        array = constrain(pad_to(x, padded), where, spec)
     return Padded(array, shape) if uneven == "pad" else array
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _padder(shape: tuple[int, ...], sharding: NamedSharding):
-    return jax.jit(lambda x: place_traced(pad_to(x, shape), sharding.mesh, sharding.spec), out_shardings=sharding)
+    return jax.jit(lambda x: constrain(pad_to(x, shape), sharding.mesh, sharding.spec), out_shardings=sharding)
 
 
 def _pad_and_place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
@@ -94,11 +95,3 @@ def _pad_and_place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> j
         # jit refuses arguments committed to other devices; the host or one device is a fine source.
         x = jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
     return _padder(shape, sharding)(x)
-
-
-def place_traced(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Inside a traced function: constrain on Auto axes, reshard on Explicit ones."""
-    sharding = NamedSharding(mesh, spec)
-    if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)

@@ -103,10 +103,13 @@ def plan_reshard(
       float32[8,8] on mesh {'x': 4}: 48 bytes a device in 1 collective
         1. all_to_all        x            [x, -] -> [-, x]   48 bytes
     """
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"plan_reshard: shape is a tuple of sizes, got {shape!r}")
     where = resolve_mesh(mesh if mesh is not None else getattr(src, "mesh", None), what="plan_reshard")
     to = dst_mesh if dst_mesh is not None else getattr(dst, "mesh", None) or where
     source = Layout(where, src).resolved(len(shape))
     goal = Layout(to, dst).resolved(len(shape))
+    source.local_shape(shape, uneven="pad")  # refuses sizes below 0
     return _plan(tuple(map(int, shape)), jnp.dtype(dtype), source, goal, manual_axes())
 
 

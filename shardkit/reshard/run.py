@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardkit.arrays import Padded, PartialArray, from_unreduced
+from shardkit.arrays import Padded, PartialArray, from_unreduced, is_unreduced
+from shardkit.arrays.placing import describe, misplaced
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Partial, Placement, Placements, Replicate, layout_of
 from shardkit.reshard.crossing import crossing
@@ -27,7 +29,8 @@ def reshard(
     """Move an array to other placements, by the cheapest collectives.
 
     The steps are those of ``sk.plan_reshard``, in one ``shard_map``. Differentiable in both modes: the transpose of a
-    reshard is one (Partial to Replicate: a copy, nothing is communicated; Partial to Shard: an all_gather).
+    reshard is one (Partial to Replicate: a copy, nothing is communicated; Partial to Shard: an all_gather). Between
+    meshes over other devices in reverse mode only.
 
     Args:
       x: a ``jax.Array`` (also one of JAX's ``unreduced``), ``Padded`` or ``PartialArray``; an array that is on no mesh
@@ -37,8 +40,8 @@ def reshard(
         and the others what changes nothing (0, -inf, inf, 1, False, True), for "mean" all hold it.
       mesh: the mesh of ``placements``; else that of a ``Layout`` or ``NamedSharding`` given as such, of ``x``, or the
         ambient one. It may be another than that of ``x``: other axes over the same devices, part of them, others.
-      src: where ``x`` is, for a value under jit on Auto mesh axes, whose placement can't be read. Left out, the
-        compiler chooses how to bring such a value to its destination.
+      src: where ``x`` is, for a value under jit, grad or vmap on Auto mesh axes, whose placement can't be read. Left
+        out, the compiler chooses how to bring such a value to its destination (and between meshes it can't).
 
     Returns:
       An array; a ``Padded`` for a ``Padded`` (or a ``PartialArray`` of one); a ``PartialArray`` if ``placements`` has
@@ -60,13 +63,14 @@ def reshard(
     """
     if mesh is None:
         mesh = getattr(placements, "mesh", None)
-    if not isinstance(x, Padded | PartialArray) and not hasattr(x, "shape"):
-        x = jnp.asarray(x)
-    if isinstance(x, jax.Array) and _is_unreduced(x):
-        x = from_unreduced(x)
+    x = _array(x)
+    if mesh is None and src is not None and mesh_of(x) is None:
+        mesh = getattr(src, "mesh", None)
     where = concrete_mesh(resolve_mesh(mesh, x, what="reshard"))
     goal = Layout(where, placements).resolved(len(x.shape))
     goal.reduce  # noqa: B018  # two kinds are refused before anything else is
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return shard_tensor(x, goal)  # keys of random numbers, which only JAX can take apart
     if manual_axes():
         return _within(x, src, goal)
     return _anywhere(x, _source(x, src), goal)
@@ -96,14 +100,19 @@ def unshard(x: Any) -> jax.Array:
             "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
             "outside, or use lax.all_gather"
         )
+    x = _array(x)
     mesh = mesh_of(x)
     whole: Any = x if mesh is None else reshard(x, {}, mesh)
     return whole.value if isinstance(whole, Padded) else whole
 
 
-def _is_unreduced(x: jax.Array) -> bool:
-    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
-    return bool(getattr(getattr(sharding, "spec", None), "unreduced", None))
+def _array(x: Any) -> Any:
+    """What was given, as one of the arrays we know."""
+    if isinstance(x, Mapping) or (isinstance(x, tuple | list) and any(hasattr(leaf, "shape") for leaf in x)):
+        raise TypeError(f"this takes one array, got a {type(x).__name__}; for a pytree use jax.tree.map")
+    if not isinstance(x, Padded | PartialArray) and not hasattr(x, "shape"):
+        x = jnp.asarray(x)
+    return from_unreduced(x) if is_unreduced(x) else x  # type: ignore[arg-type]  # then it's a jax.Array
 
 
 def _source(x: Any, src: Placements | Layout | None) -> Layout | None:
@@ -126,6 +135,9 @@ def _source(x: Any, src: Placements | Layout | None) -> Layout | None:
             f"reshard: src={src!r} says Partial, but x is a {type(x).__name__}; contributions are kept in a "
             "PartialArray (sk.from_local, sk.local_map), which says itself where it is"
         )
+    known = None if isinstance(array, Tracer) else misplaced(array, layout.mesh, layout.stack_spec(len(array.shape)))
+    if known is not None:
+        raise ValueError(f"reshard: x lives at {describe(known)}, which src={src!r} contradicts; leave src out")
     return layout
 
 

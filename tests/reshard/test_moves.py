@@ -360,3 +360,11 @@ def test_contributions_of_uneven_sizes():
     assert found(problem, state((1,)), "contribute", goal) == {goal: (0, 0, 24)}
     goal = state((), partial=(0, 1))
     assert found(problem, state((1, 0)), "contribute", goal) == {goal: (0, 0, 8 + 20)}
+
+
+def test_contributions_one_after_another():
+    """From a whole value too, whose contributions are all of the goal's kind: others may move between them."""
+    problem, goal = problem_of((2, 2, 2), (16,), None, "sum"), state((), partial=(0, 2))
+    first = state((0, 1), partial=(2,))
+    assert first in found(problem, state((0, 1, 2)), "contribute", goal)
+    assert found(problem, state((0,), partial=(2,)), "contribute", goal) == {goal: (0, 0, 32 + 64)}
