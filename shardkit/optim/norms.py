@@ -1,0 +1,113 @@
+"""Global norms over trees whose leaves live in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from shardkit._compat import varying_axes
+from shardkit.arrays import Padded, PartialArray
+from shardkit.meshes import manual_axes
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The square root of the sum of all squares, as ``optax.tree.norm`` has it on one device.
+
+    Partial leaves are reduced first (their parts' squares don't add up to the square of the sum), those of sharded
+    leaves are summed over exactly the axes that cut them, replicated leaves count once. Outside manual regions this is
+    so because arrays are whole there; inside, a leaf whose type varies over a manual axis is one device's part.
+
+    Args:
+      tree: of arrays, ``Padded`` and ``PartialArray``.
+
+    Returns:
+      A scalar, the same on every device.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> float(sk.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
+      5.0
+    """
+    leaves = [_whole(x) for x in jax.tree.leaves(tree, is_leaf=_is_ours)]
+    if not leaves:
+        return jnp.zeros(())
+    manual = manual_axes()
+    if not manual:
+        return jnp.sqrt(sum(_squares(x) for x in leaves))
+    # One sum for all leaves that are cut by the same axes.
+    parts: dict[tuple[str, ...], Any] = {}
+    for x in leaves:
+        axes = tuple(sorted(varying_axes(x) & manual))
+        parts[axes] = parts.get(axes, 0) + _squares(x)
+    return jnp.sqrt(sum(lax.psum(value, axes) if axes else value for axes, value in parts.items()))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """``optax.clip_by_global_norm`` for updates of any placement; Partial ones come out reduced.
+
+    Args:
+      max_norm: the largest global norm of the updates that is left as it is.
+    """
+
+    def init(params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        updates = jax.tree.map(lambda x: x.reduce() if isinstance(x, PartialArray) else x, updates, is_leaf=_is_ours)
+        norm = global_norm(updates)
+        # As optax does it: exact where the norm is small enough.
+        small = norm < max_norm
+
+        def clip(x: jax.Array) -> jax.Array:
+            return jnp.where(small, x, (x / norm.astype(x.dtype)) * max_norm)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no leaf has an infinity or NaN, on any device: a bool scalar, the same on all.
+
+    Of a Partial leaf it's the reduced value that counts, which may overflow where no contribution does.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> bool(sk.all_finite([jnp.ones(3), jnp.array([jnp.nan])]))
+      False
+    """
+    leaves = [x for x in map(_whole, jax.tree.leaves(tree, is_leaf=_is_ours)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not leaves:
+        return jnp.array(True)
+    bad = _total([jnp.sum(~jnp.isfinite(x)) for x in leaves], leaves)
+    return bad == 0
+
+
+def _total(counts: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> jax.Array:
+    manual = manual_axes()
+    if not manual:
+        return sum(counts[1:], counts[0])
+    axes = tuple(sorted(frozenset().union(*(varying_axes(x) for x in leaves)) & manual))
+    total = sum(counts[1:], counts[0])
+    return lax.psum(total, axes) if axes else total
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, PartialArray | Padded)
+
+
+def _whole(x: Any) -> jax.Array:
+    if isinstance(x, PartialArray):
+        x = x.reduce()
+    return x.value if isinstance(x, Padded) else jnp.asarray(x)
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.real(x) ** 2 + jnp.imag(x) ** 2) if jnp.iscomplexobj(x) else jnp.sum(x * x)
