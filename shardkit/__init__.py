@@ -18,7 +18,7 @@ from shardkit.inspect import (
     memory,
 )
 from shardkit.meshes import make_mesh, sub_mesh
-from shardkit.optim import all_finite, clip_by_global_norm, global_norm, reduce_gradients
+from shardkit.optim import all_finite, clip_by_global_norm, global_norm, reduce_gradients, value_and_grad
 from shardkit.parallel import ConvParallel, parallelize
 from shardkit.placements import (
     Layout,

@@ -1,0 +1,81 @@
+"""How the arguments of a loss enter each device: which leaves the batch axes cut, and by which dim."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardkit.placements import AnyMesh
+
+
+def read_batch_axes(batch_axes: str | Sequence[str] | Mapping[str, int], mesh: AnyMesh) -> dict[str, int]:
+    """The dim of batch leaves that each axis cuts, in mesh-axis order.
+
+    Args:
+      batch_axes: axis names, which all cut dim 0, or a mapping from names to dims.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: no axis, one that the mesh doesn't have, a negative dim.
+    """
+    if isinstance(batch_axes, str):
+        batch_axes = (batch_axes,)
+    given = dict(batch_axes) if isinstance(batch_axes, Mapping) else dict.fromkeys(batch_axes, 0)
+    unknown = [name for name in given if name not in mesh.axis_names]
+    if unknown or not given:
+        raise ValueError(
+            f"batch_axes={batch_axes!r}: name at least one of the mesh's axes {tuple(mesh.axis_names)}"
+            + (f"; {unknown} are none of them" if unknown else "")
+        )
+    if any(not isinstance(dim, int) or dim < 0 for dim in given.values()):
+        raise ValueError(f"batch_axes={batch_axes!r}: dims count from the front, 0 is the first")
+    return {name: given[name] for name in mesh.axis_names if name in given}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of an argument.
+
+    Attributes:
+      kind: "batch" (cut by the batch axes), "whole" (every device has all of it), "key" (a random key, another for each
+        device and microbatch) or "static" (no array).
+      spec: how it enters.
+    """
+
+    kind: str
+    spec: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
+
+
+def read_leaf(x: Any, axes: Mapping[str, int], mesh: AnyMesh, microbatches: int) -> Leaf:
+    """What becomes of one leaf of a batch argument.
+
+    Raises:
+      ValueError: a size that the axes, times the microbatches in dim 0, don't divide.
+    """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return Leaf("static")
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
+        return Leaf("key")
+    if x.ndim == 0:
+        return Leaf("whole")
+    names: dict[int, list[str]] = {}
+    for name, dim in axes.items():
+        if dim < x.ndim:
+            names.setdefault(dim, []).append(name)
+    for dim, cutting in names.items():
+        parts = int(np.prod([mesh.shape[n] for n in cutting])) * (microbatches if dim == 0 else 1)
+        if x.shape[dim] % parts:
+            times = f" times {microbatches} microbatches" if dim == 0 and microbatches > 1 else ""
+            raise ValueError(
+                f"a batch leaf of shape {x.shape} has {x.shape[dim]} elements in dim {dim}, which mesh axes {cutting} "
+                f"of size {parts // (microbatches if dim == 0 else 1)}{times} do not divide; pad the batch (and weigh "
+                "the loss: return (sum, count)), or take another size"
+            )
+    entries = [tuple(names[d]) if d in names else None for d in range(x.ndim)]
+    return Leaf("batch", PartitionSpec(*entries))

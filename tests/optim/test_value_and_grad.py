@@ -1,0 +1,268 @@
+"""Gradients of a loss over a batch that is spread over devices, against jax.value_and_grad on one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import shardkit as sk
+
+S, R, P = sk.Shard, sk.Replicate(), sk.Partial()
+X = np.random.default_rng(0).normal(size=(16, 3))
+Y = np.random.default_rng(1).normal(size=(16, 4))
+
+
+def refuses(message, kind=ValueError):
+    return pytest.raises(kind, match=re.escape(message))
+
+
+def plain():
+    rng = np.random.default_rng(2)
+    params = {"w": rng.normal(size=(3, 4)), "b": rng.normal(size=4)}
+    return params, lambda p, x: jnp.tanh(x @ p["w"] + p["b"])
+
+
+def with_nnx():
+    model = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+    graph, params = nnx.split(model)
+    return params, lambda p, x: nnx.merge(graph, p)(x)
+
+
+def with_linen():
+    model = linen.Sequential([linen.Dense(8), linen.gelu, linen.LayerNorm(), linen.Dense(4)])
+    return model.init(jax.random.key(0), X), model.apply
+
+
+MODELS = {"plain": plain, "nnx": with_nnx, "linen": with_linen}
+
+
+def mean_loss(apply):
+    return lambda p, x, y: jnp.mean((apply(p, x) - y) ** 2)
+
+
+def close(got, wanted):
+    got, wanted = jax.tree.leaves(got, is_leaf=lambda x: isinstance(x, sk.PartialArray)), jax.tree.leaves(wanted)
+    for ours, theirs in zip(got, wanted, strict=True):
+        ours = ours.reduce() if isinstance(ours, sk.PartialArray) else ours
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_against_one_device(model, count, microbatches, mesh_for):
+    """The scale is right whatever the number of devices, and nothing but the value is reduced, nothing in the loop."""
+    mesh = mesh_for({"dp": count})
+    params, apply = MODELS[model]()
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+    wanted = jax.value_and_grad(mean_loss(apply))(params, X, Y)
+    step = jax.jit(sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh, microbatches=microbatches))
+    value, grads = step(params, X, Y)
+    np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+    close(grads, wanted[1])
+    leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, sk.PartialArray))
+    assert all(isinstance(g, sk.PartialArray) and g.layout.partial_axes == ("dp",) for g in leaves)
+    report = sk.assert_collectives(step, params, X, Y, in_loop=0, all_gather=0, all_reduce=(0, 1), max_bytes=16)
+    assert len(report) == (count > 1)
+
+
+def test_several_axes_and_explicit_ones(axis_types, mesh_for, ambient):
+    mesh = mesh_for({"dp": 2, "fsdp": 2, "tp": 2}, axis_types)
+    params, apply = plain()
+    wanted = jax.value_and_grad(mean_loss(apply))(params, X, Y)
+    with ambient(mesh):
+        placed = jax.tree.map(lambda x: sk.shard_tensor(jnp.asarray(x), [R, R, R], mesh), params)
+        x, y = (sk.shard_tensor(jnp.asarray(a), [S(0), S(0), R], mesh) for a in (X, Y))
+        step = jax.jit(sk.value_and_grad(mean_loss(apply), batch_axes=("fsdp", "dp"), mesh=mesh))
+        value, grads = step(placed, x, y)
+        assert grads["w"].layout.partial_axes == ("dp", "fsdp")
+        np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+        close(grads, wanted[1])
+
+
+def test_a_column_sharded_weight(mesh_for):
+    """Known outside jit, it's where the gradient's other axes are."""
+    mesh = mesh_for({"dp": 4, "tp": 2})
+    params, apply = plain()
+    wanted = jax.grad(mean_loss(apply))(params, X, Y)
+    placed = {"w": sk.shard_tensor(params["w"], [R, S(1)], mesh), "b": sk.shard_tensor(params["b"], [R, S(0)], mesh)}
+    _, grads = sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh)(placed, X, Y)
+    assert grads["w"].placements == (sk.Partial("mean"), S(1))
+    close(grads, wanted)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_sum_and_count(microbatches, mesh_for):
+    """Means over what counts, where devices and slices have other numbers of it; never a mean of means."""
+    mesh = mesh_for({"dp": 4})
+    params, apply = plain()
+    mask = (np.arange(16) % 5 < 2).astype(float)
+
+    def parts(p, x, y, m):
+        return jnp.sum(((apply(p, x) - y) ** 2).mean(-1) * m), jnp.sum(m)
+
+    def whole(p):
+        total, count = parts(p, X, Y, mask)
+        return total / count
+
+    wanted = jax.value_and_grad(whole)(params)
+    step = sk.value_and_grad(parts, batch_axes="dp", mesh=mesh, microbatches=microbatches)
+    value, grads = jax.jit(step)(params, X, Y, mask)
+    np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+    close(grads, wanted[1])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_sum(microbatches, mesh_for):
+    mesh = mesh_for({"dp": 4})
+    params, apply = plain()
+
+    def loss(p, x, y):
+        return jnp.sum((apply(p, x) - y) ** 2)
+
+    wanted = jax.value_and_grad(loss)(params, X, Y)
+    value, grads = jax.jit(
+        sk.value_and_grad(loss, batch_axes="dp", mesh=mesh, reduce="sum", microbatches=microbatches)
+    )(params, X, Y)
+    np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+    close(grads, wanted[1])
+    assert grads["w"].layout.reduce == "sum"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_aux(microbatches, mesh_for):
+    mesh = mesh_for({"dp": 4})
+    params, apply = plain()
+
+    def loss(p, x, y):
+        out = apply(p, x)
+        error = jnp.mean((out - y) ** 2)
+        return error, {"out": out, "error": error, "right": jnp.sum(out > y), "any": jnp.any(out > 100)}
+
+    step = sk.value_and_grad(loss, has_aux=True, batch_axes="dp", mesh=mesh, microbatches=microbatches)
+    (value, aux), grads = jax.jit(step)(params, X, Y)
+    (wanted, wanted_aux), wanted_grads = jax.value_and_grad(loss, has_aux=True)(params, X, Y)
+    close(grads, wanted_grads)
+    np.testing.assert_allclose([float(value), float(aux["error"])], float(wanted), rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(aux["out"]), np.asarray(wanted_aux["out"]), rtol=1e-12)
+    assert int(aux["right"]) == int(wanted_aux["right"]) and int(aux["any"]) == 0
+
+
+def test_leaves_that_are_no_floats(mesh_for):
+    """Integers get zeros, other things are handed on; scalars are whole, on both sides."""
+    mesh = mesh_for({"dp": 4})
+    params, _ = plain()
+    params |= {"steps": np.array(3), "name": "linear", "nothing": None}
+
+    def loss(p, x, y, scale, flag):
+        assert p["name"] == "linear" and flag == "train"
+        return scale * p["steps"] * jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
+
+    value, grads = sk.value_and_grad(loss, batch_axes="dp", mesh=mesh)(params, X, Y, np.array(2.0), "train")
+    assert grads["name"] == "linear" and grads["nothing"] is None
+    assert grads["steps"].dtype == params["steps"].dtype and int(grads["steps"]) == 0
+    wanted = jax.value_and_grad(lambda w: loss({**params, "w": w}, X, Y, 2.0, "train"))(params["w"])
+    np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+    close(grads["w"], wanted[1])
+
+
+def test_random_keys_differ(mesh_for):
+    """Another one on every device and for every slice."""
+    mesh = mesh_for({"dp": 4})
+
+    def loss(p, x, key):
+        noise = jax.random.uniform(key, x.shape[:1])
+        return jnp.mean(p * noise), noise
+
+    step = sk.value_and_grad(loss, has_aux=True, batch_axes="dp", mesh=mesh, microbatches=2)
+    (_, noise), _ = jax.jit(step)(jnp.ones(()), X, jax.random.key(0))
+    assert noise.shape == (16,) and len(np.unique(np.asarray(noise))) == 16
+
+
+def test_argnums(mesh_for):
+    mesh = mesh_for({"dp": 2})
+
+    def loss(x, a, y, b):
+        return jnp.mean((x * a - y * b) ** 2)
+
+    a, b = np.float64(0.3), np.float64(0.7)
+    step = sk.value_and_grad(loss, (1, -1), batch_axes="dp", mesh=mesh)
+    _, grads = step(X[:, 0], a, Y[:, 0], b)
+    close(grads, jax.grad(loss, (1, 3))(X[:, 0], a, Y[:, 0], b))
+
+
+@pytest.mark.parametrize("kind", ["varies", "is summed by the layers"])
+def test_a_spatial_axis(kind, mesh_for):
+    """Images cut in space too: a ring convolution within, contributions over both axes; a loss summed already is so."""
+    mesh = mesh_for({"dp": 2, "sp": 4})
+    rng = np.random.default_rng(0)
+    images, kernel = rng.normal(size=(4, 8, 3)), rng.normal(size=(3, 3, 2))
+    numbers = ("NWC", "WIO", "NWC")
+
+    def loss(k, x):
+        y = sk.ring_conv(x, k, (1,), "SAME", dimension_numbers=numbers, spatial_axes={"sp": "W"})
+        return jnp.mean(y**2) if kind == "varies" else jax.lax.pmean(jnp.mean(y**2), "sp")
+
+    def whole(k):
+        return jnp.mean(jax.lax.conv_general_dilated(images, k, (1,), "SAME", dimension_numbers=numbers) ** 2)
+
+    wanted = jax.value_and_grad(whole)(kernel)
+    step = jax.jit(sk.value_and_grad(loss, batch_axes={"dp": 0, "sp": 1}, mesh=mesh))
+    value, grads = step(kernel, images)
+    np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
+    assert grads.layout.partial_axes == ("dp", "sp")
+    close(grads, wanted[1])
+    report = sk.collectives(lambda g: sk.reduce_gradients(g, "all_reduce", axis="dp"), grads)
+    assert [e.axes for e in report] == [("dp", "sp")]
+
+
+def test_accumulated_in_another_dtype(mesh_for):
+    """Small gradients after a large one are lost in bfloat16, not in float32."""
+    mesh = mesh_for({"dp": 2})
+    x = jnp.where(jnp.arange(16) % 8 == 0, 256.0, 1.0).astype(jnp.bfloat16)
+    w = jnp.ones((), jnp.bfloat16)
+    step = sk.value_and_grad(
+        lambda w, x: jnp.sum(w * x),
+        batch_axes="dp",
+        mesh=mesh,
+        reduce="sum",
+        microbatches=8,
+        accumulator_dtype=jnp.float32,
+    )
+    _, g = jax.jit(step)(w, x)
+    assert g.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(g.stack, np.float32), [np.float32(jnp.bfloat16(263.0))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "kind"),
+    [
+        ({"batch_axes": "dp", "reduce": "max"}, "reduce='max' is unknown", ValueError),
+        ({"batch_axes": "dp", "microbatches": 0}, "microbatches=0: a positive number", ValueError),
+        ({"batch_axes": "tp"}, "['tp'] are none of them", ValueError),
+        ({"batch_axes": ()}, "name at least one of the mesh's axes ('dp',)", ValueError),
+        ({"batch_axes": {"dp": -1}}, "dims count from the front", ValueError),
+        ({"batch_axes": "dp", "microbatches": 3}, "of size 4 times 3 microbatches do not divide", ValueError),
+    ],
+)
+def test_refused(arguments, message, kind, mesh_for):
+    params, apply = plain()
+    mesh = mesh_for({"dp": 4})
+    with refuses(message, kind):
+        sk.value_and_grad(mean_loss(apply), mesh=mesh, **arguments)(params, X, Y)
+
+
+def test_refused_in_words(mesh_for):
+    params, apply = plain()
+    mesh = mesh_for({"dp": 4})
+    with refuses("has 10 elements in dim 0, which mesh axes ['dp'] of size 4 do not divide"):
+        sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh)(params, X[:10], Y[:10])
+    with refuses("the loss must be a scalar", TypeError):
+        sk.value_and_grad(lambda p, x: x @ p["w"], batch_axes="dp", mesh=mesh)(params, X)
+    with refuses('a loss that returns (sum, count) is a mean; give reduce="mean"'):
+        sk.value_and_grad(lambda p, x: (jnp.sum(x @ p["w"]), 1), batch_axes="dp", mesh=mesh, reduce="sum")(params, X)
+    with refuses("value_and_grad found no mesh"):
+        sk.value_and_grad(mean_loss(apply), batch_axes="dp")(params, X, Y)
