@@ -141,7 +141,7 @@ def _read_loss(result: Any, has_aux: bool, reduce: str) -> tuple[Any, Any, Any]:
     weighed = isinstance(loss, tuple | list) and len(loss) == 2
     if weighed and reduce == "sum":
         raise ValueError('value_and_grad: a loss that returns (sum, count) is a mean; give reduce="mean"')
-    parts = tuple(loss) if weighed else (loss,)
+    parts: list[Any] = list(loss) if weighed else [loss]
     shapes = [getattr(part, "shape", () if isinstance(part, int | float | complex) else type(part)) for part in parts]
     if any(shape != () for shape in shapes):
         raise TypeError(
