@@ -18,7 +18,17 @@ from shardkit.inspect import (
     memory,
 )
 from shardkit.meshes import make_mesh, sub_mesh
-from shardkit.optim import all_finite, clip_by_global_norm, global_norm, reduce_gradients, value_and_grad
+from shardkit.optim import (
+    ShardingStage1,
+    ShardingStage2,
+    ShardingStage3,
+    all_finite,
+    clip_by_global_norm,
+    global_norm,
+    reduce_gradients,
+    shard_optimizer,
+    value_and_grad,
+)
 from shardkit.parallel import ConvParallel, parallelize
 from shardkit.placements import (
     Layout,

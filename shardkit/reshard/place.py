@@ -73,7 +73,7 @@ def shard_tensor(
     padded = layout.padded_shape(shape)
     if isinstance(where, Mesh) and not isinstance(x, Tracer):
         sharding = NamedSharding(where, spec)
-        if isinstance(x, np.ndarray):
+        if isinstance(x, np.ndarray) and shape != padded:
             # From the host each device is sent its own block only.
             x = np.pad(x, [(0, new - old) for new, old in zip(padded, shape, strict=True)])
         array = jax.device_put(x, sharding) if x.shape == padded else _pad_and_place(x, padded, sharding)
