@@ -131,7 +131,7 @@ def _parse_spec(spec: PartitionSpec, mesh: AnyMesh) -> _Parsed:
             continue
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ValueError(f"{spec} leaves dim {dim} UNCONSTRAINED; a layout must say where it lives")
-        axes = (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = entry_names(entry)
         _check_axes(axes, mesh, spec)
         for axis in axes:
             if axis in found:
@@ -337,6 +337,11 @@ class Layout:
         blocks = self.local_shape(shape, uneven="pad")
         cut = self.dim_axes(len(blocks))
         return tuple(block * axes_size(self.mesh, cut.get(dim, ())) for dim, block in enumerate(blocks))
+
+
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one PartitionSpec entry."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_size(mesh: AnyMesh, axes: Sequence[str]) -> int:

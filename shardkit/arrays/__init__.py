@@ -3,7 +3,7 @@
 from shardkit.arrays.local import from_local, to_local
 from shardkit.arrays.local_map import local_map
 from shardkit.arrays.padded import Padded, crop_to, pad_to
-from shardkit.arrays.partial import PartialArray
+from shardkit.arrays.partial import PartialArray, is_whole
 from shardkit.arrays.unreduced import from_unreduced, is_unreduced, to_unreduced
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "to_unreduced",
     "from_unreduced",
     "is_unreduced",
+    "is_whole",
     "crop_to",
     "pad_to",
 ]

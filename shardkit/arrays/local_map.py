@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays.padded import Padded
-from shardkit.arrays.partial import PartialArray
+from shardkit.arrays.partial import PartialArray, is_whole
 from shardkit.arrays.placing import constrain, describe, misplaced, same_layout
 from shardkit.arrays.unreduced import from_unreduced, is_unreduced
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
@@ -60,7 +60,7 @@ def local_map(fun: Callable, in_placements: Any, out_placements: Any, mesh: Mesh
         ins = _per_item(in_placements, len(args), "in_placements", "arguments")
         named = [p for p in (*ins, *_items(out_placements)) if isinstance(p, Layout | NamedSharding)]
         given = named[0].mesh if mesh is None and named else mesh
-        where = concrete_mesh(resolve_mesh(given, *jax.tree.leaves(args, is_leaf=_is_whole), what="local_map"))  # type: ignore[arg-type]
+        where = concrete_mesh(resolve_mesh(given, *jax.tree.leaves(args, is_leaf=is_whole), what="local_map"))  # type: ignore[arg-type]
         operands = [_Operand(i, arg, p, where) for i, (arg, p) in enumerate(zip(args, ins, strict=True))]
         return _run(fun, operands, out_placements, where)
 
@@ -104,7 +104,7 @@ class _Operand:
     def __init__(self, position: int, arg: Any, placements: Any, mesh: AnyMesh):
         name = f"argument {position}"
         self.layout = _layout(placements, mesh, name)
-        leaves, self.tree = jax.tree.flatten(arg, is_leaf=_is_whole)
+        leaves, self.tree = jax.tree.flatten(arg, is_leaf=is_whole)
         self.static: dict[int, Any] = {}
         self.arrays: list[Any] = []
         self.specs: list[PartitionSpec] = []
@@ -219,10 +219,6 @@ def _stacked(result: Any, layout: Layout) -> Any:
 
 def _labelled(result: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda x: PartialArray(x, layout), result) if layout.partial_axes else result
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, PartialArray | Padded)
 
 
 def _is_one(placements: Any) -> bool:

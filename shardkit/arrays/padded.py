@@ -14,6 +14,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
+from shardkit.placements import entry_names
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["logical_shape"])
@@ -147,7 +148,7 @@ def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Ar
     for dim, entry in enumerate(entries):
         if entry is None or array.shape[dim] == shape[dim]:
             continue
-        names = (entry,) if isinstance(entry, str) else tuple(entry)
+        names = entry_names(entry)
         if shape[dim] % int(np.prod([mesh.shape[n] for n in names])):
             entries[dim] = None
     if entries == list(spec_entries(sharding.spec)):

@@ -321,6 +321,11 @@ class PartialArray:
         raise AttributeError(f"'PartialArray' object has no attribute {name!r}")
 
 
+def is_whole(x: Any) -> bool:
+    """Whether this pytree is to be taken for one array (``is_leaf`` of JAX's tree functions)."""
+    return isinstance(x, PartialArray | Padded)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Aux:
     """What isn't data. Equal for equal placements, whichever form of the mesh each side knows."""

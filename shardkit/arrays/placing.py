@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
 from shardkit.meshes import ambient_mesh, manual_axes
-from shardkit.placements import AnyMesh, Layout
+from shardkit.placements import AnyMesh, Layout, entry_names
 
 
 def mesh_here(mesh: AnyMesh) -> AnyMesh:
@@ -23,7 +23,7 @@ def keep_axes(spec: PartitionSpec, mesh: AnyMesh, axis_type: AxisType) -> Partit
     kept = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == axis_type}
     entries = []
     for entry in spec_entries(spec):
-        axes = tuple(a for a in _names(entry) if a in kept)
+        axes = tuple(a for a in entry_names(entry) if a in kept)
         entries.append(axes[0] if len(axes) == 1 else axes or None)
     return PartitionSpec(*entries)
 
@@ -86,11 +86,7 @@ def same_layout(a: Layout, b: Layout) -> bool:
     return True
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _cuts(spec: PartitionSpec, mesh: AnyMesh) -> dict[int, tuple[str, ...]]:
     """Which axes cut which dim; an axis of size 1 cuts nothing."""
-    cuts = {d: tuple(a for a in _names(e) if mesh.shape[a] > 1) for d, e in enumerate(spec_entries(spec))}
+    cuts = {d: tuple(a for a in entry_names(e) if mesh.shape[a] > 1) for d, e in enumerate(spec_entries(spec))}
     return {d: axes for d, axes in cuts.items() if axes}

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from shardkit._compat import varying_axes
-from shardkit.arrays import Padded, PartialArray
+from shardkit.arrays import Padded, PartialArray, is_whole
 from shardkit.meshes import manual_axes
 
 
@@ -33,7 +33,7 @@ def global_norm(tree: Any) -> jax.Array:
       >>> float(sk.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
       5.0
     """
-    leaves = [_whole(x) for x in jax.tree.leaves(tree, is_leaf=_is_ours)]
+    leaves = [_whole(x) for x in jax.tree.leaves(tree, is_leaf=is_whole)]
     if not leaves:
         return jnp.zeros(())
     manual = manual_axes()
@@ -60,7 +60,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        updates = jax.tree.map(lambda x: x.reduce() if isinstance(x, PartialArray) else x, updates, is_leaf=_is_ours)
+        updates = jax.tree.map(lambda x: x.reduce() if isinstance(x, PartialArray) else x, updates, is_leaf=is_whole)
         norm = global_norm(updates)
         # As optax does it: exact where the norm is small enough.
         small = norm < max_norm
@@ -83,7 +83,7 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(sk.all_finite([jnp.ones(3), jnp.array([jnp.nan])]))
       False
     """
-    leaves = [x for x in map(_whole, jax.tree.leaves(tree, is_leaf=_is_ours)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves = [x for x in map(_whole, jax.tree.leaves(tree, is_leaf=is_whole)) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         return jnp.array(True)
     bad = _total([jnp.sum(~jnp.isfinite(x)) for x in leaves], leaves)
@@ -97,10 +97,6 @@ def _total(counts: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> jax.Arra
     axes = tuple(sorted(frozenset().union(*(varying_axes(x) for x in leaves)) & manual))
     total = sum(counts[1:], counts[0])
     return lax.psum(total, axes) if axes else total
-
-
-def _is_ours(x: Any) -> bool:
-    return isinstance(x, PartialArray | Padded)
 
 
 def _whole(x: Any) -> jax.Array:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.arrays import Padded, PartialArray, from_unreduced, is_unreduced
+from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
 from shardkit.meshes import manual_axes, mesh_of
 from shardkit.optim.buckets import Bucket, pack
+from shardkit.optim.stored import known_placements, whole_placements
 from shardkit.optim.targets import check_fuse, target_placements
-from shardkit.placements import AnyMesh, Layout, Replicate, layout_of
+from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.reshard.factors import whole
 from shardkit.reshard.local import Step, cut, take
@@ -71,12 +72,12 @@ def reduce_gradients(
             f"reduce_gradients takes whole arrays, but mesh axes {sorted(manual_axes())} are manual here (inside "
             "jax.shard_map); return the gradients as PartialArrays and call it outside"
         )
-    leaves, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, PartialArray | Padded))
+    leaves, tree = jax.tree.flatten(grads, is_leaf=is_whole)
     leaves = [from_unreduced(x) if is_unreduced(x) else x for x in leaves]
     where = _one_mesh(leaves, mesh)
     if where is None:
         raise ValueError("reduce_gradients found no mesh on the leaves; give mesh=, or place them first")
-    target_placements([Replicate()] * len(where.axis_names), (), axis, fuse, where)  # the axis is there
+    target_placements(whole_placements(where), (), axis, fuse, where)  # the axis is there
     fused = [i for i, x in enumerate(leaves) if isinstance(x, PartialArray) and x.logical_shape is None]
     jobs = tuple(_job(leaves[i], axis, fuse, where, reduce_dtype) for i in fused)
     done = _compiled(where, jobs, bucket_bytes)([leaves[i].stack for i in fused]) if fused else []
@@ -109,12 +110,7 @@ def _placed(x: Any, axis: str, fuse: str, mesh: AnyMesh) -> Any:
     """A leaf that isn't reduced with the others, at its target."""
     if not hasattr(x, "shape"):
         x = jnp.asarray(x)
-    try:
-        source = layout_of(x).resolved(len(x.shape))
-    except ValueError:  # on no mesh yet, or the compiler's to know
-        source = Layout(mesh, {})
-    target = target_placements(source.placements, x.shape, axis, fuse, mesh)
-    return reshard(x, target, mesh)
+    return reshard(x, target_placements(known_placements(x, mesh), x.shape, axis, fuse, mesh), mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardkit.arrays import Padded, PartialArray
+from shardkit.arrays import is_whole
 from shardkit.meshes import concrete_mesh, mesh_of
 from shardkit.optim.reduce import reduce_gradients
 from shardkit.optim.stages import ShardingStage1, ShardingStage2
@@ -79,7 +79,7 @@ def shard_optimizer(
     axis = stage.axis
 
     def place(tree: Any) -> AnyMesh:
-        leaves = jax.tree.leaves(tree, is_leaf=_is_ours)
+        leaves = jax.tree.leaves(tree, is_leaf=is_whole)
         found = mesh if mesh is not None else next((m for m in map(mesh_of, leaves) if m is not None), None)
         if found is None:
             raise ValueError("shard_optimizer found no mesh on the parameters; give mesh=, or place them first")
@@ -149,7 +149,7 @@ def _home_of(path: Any, x: Any, homes: Homes, mesh: AnyMesh) -> tuple[Placement,
 
 
 def _check_match(grads: Any, homes: Homes) -> None:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_ours)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_whole)
     given = [(tuple(path), tuple(x.shape)) for path, x in leaves]
     known = [(path, shape) for path, shape, _ in homes]
     if given != known:
@@ -159,7 +159,3 @@ def _check_match(grads: Any, homes: Homes) -> None:
             f"shard_optimizer: the gradients don't match the parameters that its state was made for, at {name!r} of "
             f"shape {odd[1]}; give a gradient for every parameter, of its shape"
         )
-
-
-def _is_ours(x: Any) -> bool:
-    return isinstance(x, PartialArray | Padded)

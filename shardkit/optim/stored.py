@@ -53,8 +53,10 @@ def whole_placements(mesh: AnyMesh) -> tuple[Placement, ...]:
 
 
 def known_placements(x: Any, mesh: AnyMesh) -> tuple[Placement, ...]:
-    """Where a parameter lives; replicated, where that can't be read."""
+    """Where an array lives; replicated, where that can't be read."""
     try:
-        return layout_of(x).resolved(len(x.shape)).placements
-    except ValueError:
+        layout = layout_of(x).resolved(len(x.shape))
+    except ValueError:  # on no mesh yet, or the compiler's to know
         return whole_placements(mesh)
+    known = dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
+    return tuple(known.get(name, Replicate()) for name in mesh.axis_names)

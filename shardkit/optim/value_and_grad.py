@@ -17,7 +17,8 @@ from shardkit.arrays import PartialArray
 from shardkit.arrays.placing import constrain
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.optim.batch import Leaf, read_batch_axes, read_leaf
-from shardkit.placements import AnyMesh, Layout, Partial, Replicate, layout_of
+from shardkit.optim.stored import known_placements
+from shardkit.placements import AnyMesh, Layout, Partial
 
 
 def value_and_grad(
@@ -163,12 +164,8 @@ def _entering(x: Any, leaf: Leaf, mesh: AnyMesh) -> Any:
 
 def _partial(stack: Any, param: Any, mesh: AnyMesh, axes: Mapping[str, int], kind: str) -> PartialArray:
     """The contributions with their label: Partial over the batch axes, else where the parameter is."""
-    try:
-        source = layout_of(param)
-        known = dict(zip(source.mesh.axis_names, source.placements, strict=True))
-    except ValueError:
-        known = {}
-    placements = {n: known.get(n, Replicate()) for n in mesh.axis_names} | dict.fromkeys(axes, Partial(kind))
+    known = dict(zip(mesh.axis_names, known_placements(param, mesh), strict=True))
+    placements = known | dict.fromkeys(axes, Partial(kind))
     layout = Layout(mesh, placements)
     return PartialArray(constrain(stack, mesh, layout.stack_spec(stack.ndim - len(axes))), layout)
 

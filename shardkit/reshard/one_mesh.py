@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._compat import spec_entries
 from shardkit.arrays.placing import constrain
 from shardkit.meshes import manual_axes
-from shardkit.placements import AnyMesh, Layout
+from shardkit.placements import AnyMesh, Layout, entry_names
 from shardkit.reshard import derivatives  # noqa: F401  # makes programs differentiable
 from shardkit.reshard.linear import End, Program, apply
 from shardkit.reshard.regions import Names, region_between, same_place
@@ -71,8 +71,7 @@ def _spec(layout: Layout, ndim: int, names: Names) -> PartitionSpec:
     made_of = dict(names)
     entries = []
     for entry in spec_entries(layout.stack_spec(ndim)):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        parts = tuple(n for axis in axes for n in made_of[axis])
+        parts = tuple(n for axis in entry_names(entry) for n in made_of[axis])
         entries.append(None if not parts else parts[0] if len(parts) == 1 else parts)
     return PartitionSpec(*entries)
 

@@ -44,8 +44,7 @@ def cheaper(problem: Problem, source: State, goal: State, limit: Cost | None) ->
     if limit is not None and (bound(source), 0, 0, 0) >= limit:
         return None
     way = None
-    whole = _cost_by_gathering(problem, source, goal)
-    limit = (whole + 1, 0, 0, 0) if limit is None else limit
+    limit = limit or (_cost_by_gathering(problem, source, goal) + 1, 0, 0, 0)
     if problem.signature(source) == problem.signature(goal) and not _changes_kind(problem, source, goal):
         direct = [permute(problem, source, goal)]
         if way_cost(direct) < limit:
@@ -82,7 +81,7 @@ def way_cost(way: list[Move]) -> Cost:
 
 
 def _search(
-    problem: Problem, source: State, goal: State, bound: _Bound, limit: Cost | None, *, permuting: bool
+    problem: Problem, source: State, goal: State, bound: _Bound, limit: Cost, *, permuting: bool
 ) -> list[Move] | None:
     """The cheapest way, if it's cheaper than ``limit``; with a permute at most where ``permuting``."""
     changes = _changes_kind(problem, source, goal)
@@ -95,7 +94,7 @@ def _search(
     alike = _Alike(problem)
     while queue:
         estimate, _, node = heapq.heappop(queue)
-        if limit is not None and estimate >= limit:
+        if estimate >= limit:
             return None
         if node in done:
             continue
@@ -118,20 +117,19 @@ def _search(
             if target in best and best[target] <= cost:
                 return
             estimate = (cost[0] + bound(move.after, made), *cost[1:])
-            if limit is not None and estimate >= limit:
+            if estimate >= limit:
                 return
             best[target] = cost
             came[target] = (node, move)
             heapq.heappush(queue, (estimate, next(count), target))
 
-        budget = math.inf if limit is None else limit[0] - received
-        for move in moves(problem, state, goal, made, budget):
+        for move in moves(problem, state, goal, made, limit[0] - received):
             offer(move, permuted, made or (changes and move.kind == "contribute"))
         if permuting and not permuted:
             held = problem.local_bytes(state)
-            if limit is None or received + held <= limit[0]:
+            if received + held <= limit[0]:
                 for other in alike(state):
-                    if limit is None or received + held + bound(other, made) <= limit[0]:
+                    if received + held + bound(other, made) <= limit[0]:
                         offer(permute(problem, state, other), True, made)
     return None
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from shardkit.placements import Layout
 from shardkit.static import Static
 
 Box = tuple[tuple[int, int], ...]  # begin and end in each dim
@@ -69,8 +70,7 @@ def _moved(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax
     holders: dict[Box, list[jax.Array]] = {}
     for shard in x.addressable_shards:
         holders.setdefault(_box(shard.index, shape), []).append(shard.data)
-    parts = [_parts(sharding, d) for d in range(len(shape))]
-    padded = tuple(-(-size // n) * n for size, n in zip(shape, parts, strict=True))
+    padded = Layout(sharding.mesh, sharding).padded_shape(shape)
     turns = {box: itertools.cycle(range(len(held))) for box, held in holders.items()}
     blocks = []
     for device, index in sharding.addressable_devices_indices_map(padded).items():
@@ -101,12 +101,3 @@ def _moved(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax
 
 def _box(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
-
-
-def _parts(sharding: NamedSharding, dim: int) -> int:
-    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    count = 1
-    for name in names:
-        count *= sharding.mesh.shape[name]
-    return count

@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.meshes import resolve_mesh
+from shardkit.placements import entry_names
 from shardkit.spatial.exchange import Index, clear_tail
 from shardkit.spatial.operands import (
     Cut,
     as_array,
     axis_entries,
     cut_dims,
-    entry_names,
     explicit_axes,
     in_manual_region,
     index_operands,

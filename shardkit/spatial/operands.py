@@ -184,11 +184,6 @@ def axis_entries(x: Any) -> list[Any]:
     return entries + [None] * (x.ndim - len(entries))
 
 
-def entry_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one PartitionSpec entry."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def index_operands(
     cuts: Mapping[int, Cut], dims: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> tuple[list[Any], list[PartitionSpec]]:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.meshes import resolve_mesh
+from shardkit.placements import entry_names
 from shardkit.spatial.block_op import channels_last_letters
 from shardkit.spatial.exchange import Fill, Index, clear_tail
 from shardkit.spatial.operands import (
@@ -23,7 +24,6 @@ from shardkit.spatial.operands import (
     as_array,
     axis_entries,
     cut_dims,
-    entry_names,
     explicit_axes,
     in_manual_region,
     index_operands,

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
-from shardkit.placements import axes_size
+from shardkit.placements import axes_size, entry_names
 from shardkit.spatial.convolution.apply import Indices
 from shardkit.spatial.convolution.args import ConvCall
 from shardkit.spatial.convolution.local import local_conv
@@ -21,7 +21,6 @@ from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (
     Cut,
     axis_entries,
-    entry_names,
     explicit_axes,
     free_axes,
     in_manual_region,
