@@ -19,14 +19,21 @@ from shardkit.inspect import (
 )
 from shardkit.meshes import make_mesh, sub_mesh
 from shardkit.optim import (
+    LossScaleState,
     ShardingStage1,
     ShardingStage2,
     ShardingStage3,
     all_finite,
     clip_by_global_norm,
+    dynamic_loss_scale,
+    gather_on_use,
     global_norm,
+    loss_scale,
+    master_weights,
     reduce_gradients,
     shard_optimizer,
+    shard_params,
+    unshard_params,
     value_and_grad,
 )
 from shardkit.parallel import ConvParallel, parallelize

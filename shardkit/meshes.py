@@ -161,6 +161,14 @@ def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
+def platform_of(mesh: AbstractMesh | Mesh) -> str:
+    """ "cpu", "gpu", "tpu", ... of a mesh, concrete or abstract."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    device = getattr(mesh, "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()
+
+
 def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> Mesh | AbstractMesh:
     """The mesh a function should use: its argument, else its arrays', else the ambient one.
 

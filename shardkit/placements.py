@@ -273,8 +273,12 @@ class Layout:
         _check_axes(list(changed), self.mesh, changed)
         pairs = zip(self.mesh.axis_names, self.placements, strict=True)
         placements = tuple(changed.get(name, placement) for name, placement in pairs)
+        cut = dict(self._parsed.order)
+        for name, placement in zip(self.mesh.axis_names, self.placements, strict=True):
+            if isinstance(placement, Shard) and name not in cut.get(placement.dim, ()):
+                cut[placement.dim] = (*cut.get(placement.dim, ()), name)
         order = []
-        for dim, axes in self._parsed.order:
+        for dim, axes in cut.items():
             stay = tuple(a for a in axes if changed.get(a, Shard(dim)) == Shard(dim))
             new = tuple(a for a, p in changed.items() if p == Shard(dim) and a not in axes)
             if list(stay + new) != sorted(stay + new, key=self.mesh.axis_names.index):

@@ -17,10 +17,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("skimage")
 
 
-def run(*arguments, **keywords):
+def run(example, *arguments, **keywords):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, ROOT / "examples/train_fundus.py", *map(str, arguments)],
+        [sys.executable, ROOT / "examples" / example, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -34,7 +34,7 @@ def run(*arguments, **keywords):
 def fundus(tmp_path_factory):
     """One run on the default mesh (dp=2, sp=4), with the comparison against one device."""
     picture = tmp_path_factory.mktemp("fundus") / "picture.png"
-    done = run("--scale", 0.06, "--steps", 3, "--check", "--out", picture)
+    done = run("train_fundus.py", "--scale", 0.06, "--steps", 3, "--check", "--out", picture)
     return done, picture
 
 
@@ -91,7 +91,71 @@ def test_fundus_draws_a_picture(fundus):
     ],
 )
 def test_fundus_names_a_bad_mesh(arguments, message, tmp_path):
-    done = run(*arguments, "--out", tmp_path / "no.png")
+    done = run("train_fundus.py", *arguments, "--out", tmp_path / "no.png")
     assert done.returncode == 1
     assert done.stderr.strip() == message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def charlm(tmp_path_factory):
+    """One run on the default mesh (dp=4, tp=2), with the comparison against one device."""
+    folder = tmp_path_factory.mktemp("charlm") / "new"
+    model = ("--layers", 1, "--features", 32, "--heads", 2, "--context", 16, "--batch", 16, "--microbatches", 2)
+    done = run("train_charlm.py", *model, "--steps", 4, "--sample", 40, "--check", "--out", folder)
+    return done, folder
+
+
+def test_charlm_trains_the_same_as_one_device(charlm):
+    done, _ = charlm
+    assert done.returncode == 0, done.stderr
+    assert "16 windows of 16 characters a step: 4 parts, each 2 microbatches of 2" in done.stdout
+    found = re.search(r"Loss curves: equal; largest relative difference (\S+) over 4 steps", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) < 1e-4
+
+
+def test_charlm_reduces_once_and_not_in_the_loop(charlm):
+    done, _ = charlm
+    wire = rows(done.stdout, "Collectives of one training step")
+    over_dp = [r for r in wire if "dp" in r[1]]
+    assert over_dp
+    assert {r[2] for r in over_dp} == {"once"}
+    assert [r[3] for r in over_dp if r[0] == "reduce_scatter"] == ["1"]
+    assert {(r[0], r[1]) for r in wire if r[2] == "2x in the loop"} == {("all_reduce", "tp")}
+    assert '0 collectives over "dp"' in done.stdout
+
+
+def test_charlm_keeps_optimizer_state_cut_over_all_devices(charlm):
+    done, _ = charlm
+    (parameters, state) = rows(done.stdout, "Kept between steps on {'dp': 4, 'tp': 2}")
+    assert (parameters[0], state[0]) == ("parameters", "optimizer state")
+    assert float(state[3].rstrip(" %")) < 15  # 100 / 8, and counters
+    assert float(parameters[3].rstrip(" %")) < 100
+
+
+def test_charlm_says_what_it_reached(charlm):
+    done, _ = charlm
+    quality = rows(done.stdout, "Bits per character")
+    assert [r[0] for r in quality] == ["unigram, held-out text", "GPT, held-out text", "GPT, last 4 training batches"]
+    assert all(3 < float(bits) < 8 for _, bits in quality)
+    assert "40 characters after 'The following '" in done.stdout
+
+
+def test_charlm_draws_its_loss_curve(charlm):
+    _, folder = charlm
+    assert [p.name for p in folder.iterdir()] == ["charlm.png"]
+    assert (folder / "charlm.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "24"], "--batch 24 does not divide into 4 x 4 microbatches"),
+        (["--mesh", "dp=1,tp=3"], "--features 128 must be a multiple of --heads 4, and both --heads 4"),
+    ],
+)
+def test_charlm_names_what_does_not_fit(arguments, message):
+    done = run("train_charlm.py", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith(message)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, mesh_of, platform_of, resolve_mesh
 
 pytestmark = pytest.mark.smoke
 
@@ -182,3 +182,8 @@ def test_another_mesh_inside_a_manual_region():
 
     with refuses("f: mesh={'x': 4} was given inside a shard_map over mesh {'x': 2}; leave mesh out there"):
         jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(np.zeros(8))
+
+
+def test_the_platform_of_meshes():
+    mesh = sk.make_mesh({"sp": 4})
+    assert platform_of(mesh) == platform_of(mesh.abstract_mesh) == jax.default_backend()

@@ -292,6 +292,9 @@ def test_but():
     assert layout.but({"tp": sk.Shard(1)}).spec == P(("sp", "dp"), "tp")
     assert layout.but({"tp": sk.Shard(0)}).spec == P(("sp", "dp", "tp"), None)
     assert layout.but({"sp": R}).spec == P("dp", None)
+    later = sk.Layout(layout.mesh, P("tp", None))
+    assert later.but({"dp": sk.Shard(0)}).spec == P(("tp", "dp"), None)  # though mesh order is another
+    assert later.but({"dp": sk.Shard(0), "tp": R}).spec == P("dp", None)
     assert layout.but({"dp": sk.Shard(1)}).spec == P("sp", "dp")
     assert layout.but({"sp": sk.Partial("max")}).partial_axes == ("sp",)
     with refuses("name mesh axes ['pp']"):

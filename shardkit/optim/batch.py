@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardkit.placements import AnyMesh
+from shardkit._compat import spec_entries
+from shardkit.placements import AnyMesh, entry_names
 
 
 def read_batch_axes(batch_axes: str | Sequence[str] | Mapping[str, int], mesh: AnyMesh) -> dict[str, int]:
@@ -79,3 +80,19 @@ def read_leaf(x: Any, axes: Mapping[str, int], mesh: AnyMesh, microbatches: int)
             )
     entries = [tuple(names[d]) if d in names else None for d in range(x.ndim)]
     return Leaf("batch", PartitionSpec(*entries))
+
+
+def entering(x: Any, spec: PartitionSpec, names: Sequence[str], mesh: AnyMesh) -> Any:
+    """An array where the region expects it: on Explicit axes types say where it is, and other axes stay as they are."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    own = jax.typeof(x).sharding
+    have = list(spec_entries(own.spec)) if not own.mesh.empty else []
+    have += [None] * (x.ndim - len(have))
+    want = list(spec_entries(spec))
+    want += [None] * (x.ndim - len(want))
+    entries = []
+    for asked, found in zip(want, have, strict=True):
+        axes = entry_names(asked) + tuple(n for n in entry_names(found) if n not in names)
+        entries.append(axes or None)
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))

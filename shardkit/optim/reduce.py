@@ -13,15 +13,15 @@ import numpy as np
 from jax import lax
 
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
-from shardkit.meshes import manual_axes, mesh_of
-from shardkit.optim.buckets import Bucket, pack
-from shardkit.optim.stored import known_placements, whole_placements
-from shardkit.optim.targets import check_fuse, target_placements
+from shardkit.meshes import manual_axes, mesh_of, platform_of
+from shardkit.optim.buckets import Bucket, best_limit, pack
+from shardkit.optim.stored import known_layout
+from shardkit.optim.targets import check_axis, check_fuse, target_layout
 from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.reshard.factors import whole
-from shardkit.reshard.local import Step, cut, take
-from shardkit.reshard.route import state_of
+from shardkit.reshard.local import Step, cut, grown, take
+from shardkit.reshard.route import state_in
 from shardkit.reshard.states import Problem, State
 
 
@@ -49,7 +49,8 @@ def reduce_gradients(
         leaf, as in the parameters.
       fuse: "reduce_scatter" or "all_reduce".
       axis: the mesh axis over which optimizer state is to be sharded.
-      bucket_bytes: leaves are put together up to about so many bytes a device and collective; None: without bound.
+      bucket_bytes: leaves are put together up to about so many bytes a device and collective; 0: each by itself, for
+        the compiler to combine; None: what is best on the platform (``shardkit.optim.buckets.best_limit``).
       reduce_dtype: sums of shorter floats are taken in this dtype (float32, say); None: in their own.
       mesh: else that of the leaves.
 
@@ -77,15 +78,27 @@ def reduce_gradients(
     where = _one_mesh(leaves, mesh)
     if where is None:
         raise ValueError("reduce_gradients found no mesh on the leaves; give mesh=, or place them first")
-    target_placements(whole_placements(where), (), axis, fuse, where)  # the axis is there
+    check_axis(axis, where)
     fused = [i for i, x in enumerate(leaves) if isinstance(x, PartialArray) and x.logical_shape is None]
-    jobs = tuple(_job(leaves[i], axis, fuse, where, reduce_dtype) for i in fused)
-    done = _compiled(where, jobs, bucket_bytes)([leaves[i].stack for i in fused]) if fused else []
+    targets = [
+        target_layout(leaves[i].layout.on(where).resolved(leaves[i].ndim), leaves[i].shape, axis, fuse) for i in fused
+    ]
+    done = reduce_to([leaves[i] for i in fused], targets, bucket_bytes=bucket_bytes, reduce_dtype=reduce_dtype)
     for i, value in zip(fused, done, strict=True):
         leaves[i] = value
     for i in sorted(set(range(len(leaves))) - set(fused)):
         leaves[i] = _placed(leaves[i], axis, fuse, where)
     return jax.tree.unflatten(tree, leaves)
+
+
+def reduce_to(
+    leaves: Sequence[PartialArray], targets: Sequence[Layout], *, bucket_bytes: int | None, reduce_dtype: Any
+) -> list[jax.Array]:
+    """The same for leaves that are all Partial, each to a layout: that it has, deeper cut, on one mesh."""
+    if not leaves:
+        return []
+    jobs = tuple(_job(x, target, reduce_dtype) for x, target in zip(leaves, targets, strict=True))
+    return _compiled(targets[0].mesh, jobs, bucket_bytes)([x.stack for x in leaves])
 
 
 def _one_mesh(leaves: Sequence[Any], mesh: AnyMesh | None) -> AnyMesh | None:
@@ -110,7 +123,7 @@ def _placed(x: Any, axis: str, fuse: str, mesh: AnyMesh) -> Any:
     """A leaf that isn't reduced with the others, at its target."""
     if not hasattr(x, "shape"):
         x = jnp.asarray(x)
-    return reshard(x, target_placements(known_placements(x, mesh), x.shape, axis, fuse, mesh), mesh)
+    return reshard(x, target_layout(known_layout(x, mesh), x.shape, axis, fuse).spec_for(x.ndim), mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +159,13 @@ class _Job:
         return (self.scatter, self.total, self.dtype)
 
 
-def _job(x: PartialArray, axis: str, fuse: str, mesh: AnyMesh, reduce_dtype: Any) -> _Job:
+def _job(x: PartialArray, target: Layout, reduce_dtype: Any) -> _Job:
+    mesh = target.mesh
     layout = x.layout.on(mesh).resolved(x.ndim)
     if layout.reduce not in ("sum", "mean"):
         raise ValueError(f"reduce_gradients sums contributions, but got {x!r}; reduce it first: sk.reshard(x, ...)")
-    target = Layout(mesh, target_placements(layout.placements, x.shape, axis, fuse, mesh))
-    factors = whole(dict(mesh.shape))
-    problem = Problem(factors, tuple(x.shape), x.dtype.itemsize, "sum", None)
-    ends = []
-    for end in (layout, target):
-        dims = end.dim_axes(x.ndim)
-        ends.append(state_of(factors, tuple(dims.get(d, ()) for d in range(x.ndim)), end.partial_axes))
-    source, goal = ends
+    problem = Problem(whole(dict(mesh.shape)), tuple(x.shape), x.dtype.itemsize, "sum", None)
+    source, goal = (state_in(problem, end) for end in (layout, target))
     before = {f for dims in source.dims for f in dims}
     free = set(problem.free(source))
     sliced = tuple(tuple(f for f in dims if f in before or f in free) for dims in goal.dims)
@@ -177,18 +185,23 @@ def _job(x: PartialArray, axis: str, fuse: str, mesh: AnyMesh, reduce_dtype: Any
 
 @functools.lru_cache(256)
 def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
+    bucket_bytes = best_limit(platform_of(mesh)) if bucket_bytes is None else bucket_bytes
     itemsizes = [job.dtype.itemsize * job.problem.parts(job.scatter) for job in jobs]
     sizes = [int(np.prod(job.piece)) for job in jobs]
     buckets = pack([job.key for job in jobs], sizes, itemsizes, bucket_bytes)
 
     def body(stacks: list[jax.Array]) -> list[jax.Array]:
         done: list[Any] = [None] * len(jobs)
+        mine = [_mine(job, stack, mesh) for job, stack in zip(jobs, stacks, strict=True)]
         for bucket in buckets:
-            rows = [_row(jobs[slot.leaf], stacks[slot.leaf], mesh) for slot in bucket.slots]
-            summed = _sum(bucket, jobs, rows, mesh)
+            together = len(bucket.slots) > 1
+            summed = _sum(bucket, jobs, [_row(jobs[s.leaf], mine[s.leaf]) for s in bucket.slots]) if together else None
             for slot in bucket.slots:
                 job = jobs[slot.leaf]
-                piece = summed[slot.start : slot.start + slot.size].reshape(job.piece)
+                if summed is None:
+                    piece = _alone(job, mine[slot.leaf], mesh)
+                else:
+                    piece = summed[slot.start : slot.start + slot.size].reshape(job.piece)
                 if job.mean:
                     piece = piece / np.asarray(job.problem.parts(job.states[0].partial), piece.dtype)
                 done[slot.leaf] = piece.astype(stacks[slot.leaf].dtype)
@@ -205,24 +218,38 @@ def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
     )
 
 
-def _row(job: _Job, stack: jax.Array, mesh: AnyMesh) -> jax.Array:
-    """The contribution as a matrix: a row for each device that gets a piece of it."""
-    source, sliced, goal = job.states
+def _mine(job: _Job, stack: jax.Array, mesh: AnyMesh) -> jax.Array:
+    """This device's contribution to what is reduced: cut by those axes of the target along which it was replicated."""
+    source, sliced, _ = job.states
     x = stack.reshape(stack.shape[len(job.layout.partial_axes) :])
     if sliced != source:
         x = take(job.problem, [Step("slice", source, sliced)], tuple(mesh.axis_names), x)
-    x = x.astype(job.dtype)
+    return x.astype(job.dtype)
+
+
+def _alone(job: _Job, x: jax.Array, mesh: AnyMesh) -> jax.Array:
+    """One leaf reduced by itself, dim by dim as it lies: nothing is flattened."""
+    _, sliced, goal = job.states
+    scattered = State(goal.dims, job.total)
+    steps = [Step("reduce_scatter", sliced, scattered)] if job.scatter else []
+    steps += [Step("reduce", scattered, goal)] if job.total else []
+    return take(job.problem, steps, tuple(mesh.axis_names), x)
+
+
+def _row(job: _Job, x: jax.Array) -> jax.Array:
+    """The contribution as a matrix: a row for each device that gets a piece of it."""
     if not job.scatter:
         return x.reshape(1, -1)
-    added = {d: new[len(old) :] for d, (old, new) in enumerate(zip(sliced.dims, goal.dims, strict=True)) if new != old}
+    _, sliced, goal = job.states
+    added = grown(sliced, goal)
     return cut(job.problem, x, added, goal, job.scatter).reshape(job.problem.parts(job.scatter), -1)
 
 
-def _sum(bucket: Bucket, jobs: Sequence[_Job], rows: list[jax.Array], mesh: AnyMesh) -> jax.Array:
+def _sum(bucket: Bucket, jobs: Sequence[_Job], rows: list[jax.Array]) -> jax.Array:
     """What this device gets of a bucket: one row, summed."""
     job = jobs[bucket.slots[0].leaf]
     names = job.problem.factors.whole_axes
-    matrix = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+    matrix = jnp.concatenate(rows, axis=1)
     scatter, total = names(job.scatter), names(job.total)
     if scatter:
         matrix = lax.psum_scatter(matrix, scatter, scatter_dimension=0, tiled=True)

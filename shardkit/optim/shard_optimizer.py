@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from shardkit.arrays import is_whole
-from shardkit.meshes import concrete_mesh, mesh_of
-from shardkit.optim.reduce import reduce_gradients
+from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
+from shardkit.arrays.placing import constrain
+from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of
+from shardkit.optim.gather import gather_together
+from shardkit.optim.reduce import reduce_to
 from shardkit.optim.stages import ShardingStage1, ShardingStage2
-from shardkit.optim.stored import FlatShard, known_placements, load, store, whole_placements
-from shardkit.optim.targets import check_fuse, target_placements
-from shardkit.placements import AnyMesh, Placement
+from shardkit.optim.stored import FlatShard, is_leaf, known_layout, load, said_layouts, shape_of, store
+from shardkit.optim.targets import check_axis, check_fuse, state_layout
+from shardkit.placements import AnyMesh, Layout, Partial
 from shardkit.reshard import reshard
 from shardkit.static import Static
 
@@ -23,12 +30,15 @@ class ShardedState(NamedTuple):
     """State of a sharded optimizer.
 
     Attributes:
-      inner: the state of the optimizer within, leaf by leaf as it is kept.
-      homes: placements of each parameter, where updates come back to; no arrays.
+      inner: the state of the optimizer within, leaf by leaf as it is kept: in its shape, or where no dim divides as one
+        padded row.
+      homes: where each parameter lives, which updates come back to; no arrays.
+      shapes: of the leaves of ``inner`` that are kept as rows, by number; no arrays.
     """
 
     inner: Any
     homes: Static
+    shapes: Static
 
 
 def shard_optimizer(
@@ -39,6 +49,8 @@ def shard_optimizer(
     bucket_bytes: int | None = None,
     gather_dtype: Any = None,
     mesh: AnyMesh | None = None,
+    reduce_dtype: Any = None,
+    param_placements: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax optimizer whose state is sharded over a mesh axis; the numbers are those of one device.
 
@@ -52,6 +64,10 @@ def shard_optimizer(
       bucket_bytes: see ``sk.reduce_gradients``.
       gather_dtype: updates travel back in this dtype (bfloat16, say); None: in their own.
       mesh: else that of the parameters.
+      reduce_dtype: see ``sk.reduce_gradients``.
+      param_placements: where the parameters live, in their structure: placements in any form, shardings, or the arrays.
+        None: read from those that ``init`` is given, which within ``jit`` works on Explicit axes only (and else takes
+        them for replicated).
 
     Returns:
       A transformation whose ``init`` builds state sharded, and whose ``update`` takes Partial or reduced gradients.
@@ -75,6 +91,8 @@ def shard_optimizer(
         raise TypeError(f"stage={stage!r}: use sk.ShardingStage1(axis), ShardingStage2(axis) or ShardingStage3(axis)")
     if fuse == "all_reduce" and isinstance(stage, ShardingStage2):
         raise ValueError(f'fuse="all_reduce" keeps whole gradients, which {stage} does not; use "reduce_scatter"')
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(f"shard_optimizer takes an optax transformation (optax.adam(1e-3), say), got {tx!r}")
     tx = optax.with_extra_args_support(tx)
     axis = stage.axis
 
@@ -83,79 +101,232 @@ def shard_optimizer(
         found = mesh if mesh is not None else next((m for m in map(mesh_of, leaves) if m is not None), None)
         if found is None:
             raise ValueError("shard_optimizer found no mesh on the parameters; give mesh=, or place them first")
-        found = concrete_mesh(found)
-        target_placements(whole_placements(found), (), axis, fuse, found)  # the axis is there
-        return found
-
-    def target(placements: tuple[Placement, ...], shape: tuple[int, ...], where: AnyMesh) -> tuple[Placement, ...]:
-        return target_placements(placements, shape, axis, "reduce_scatter", where)
-
-    def kept(state: Any, homes: Any, where: AnyMesh) -> Any:
-        """State leaves at their places: those that stand for a parameter beside it, the others by their shape."""
-
-        def put(path: Any, x: Any) -> Any:
-            if not hasattr(x, "shape"):
-                return x
-            return store(x, target(_home_of(path, x, homes, where), x.shape, where), axis, where)
-
-        return jax.tree_util.tree_map_with_path(put, state)
+        check_axis(axis, found)
+        return concrete_mesh(found)
 
     def init(params: Any) -> ShardedState:
         where = place(params)
-        homes = _homes(params, where)
-        build = jax.jit(lambda p: kept(tx.init(p), homes, where))
-        return ShardedState(build(params), Static(homes))
+        homes = _homes(params, where, param_placements)
+
+        @jax.jit  # so that nothing is ever whole on one device
+        def build(params: Any) -> Any:
+            state = tx.init(_seen(params))
+            if any(isinstance(x, optax.LookaheadState) for x in jax.tree.leaves(state, is_leaf=_is_lookahead)):
+                raise TypeError(
+                    "shard_optimizer: optax.lookahead has two sets of parameters, and gradients of one of them; it "
+                    "can't be sharded"
+                )
+            inner, rows[:] = _kept(state, homes, axis, where)
+            return inner
+
+        rows: list[tuple[int, tuple[int, ...]]] = []
+        return ShardedState(build(params), Static(homes), Static(tuple(rows)))
 
     def update(grads: Any, state: ShardedState, params: Any = None, **extra: Any) -> tuple[Any, ShardedState]:
         where = place(grads if params is None else params)
         homes = state.homes.value
         _check_match(grads, homes)
-        grads = reduce_gradients(grads, fuse, axis=axis, bucket_bytes=bucket_bytes, mesh=where)
+        at = [home.layout(where) for home in homes]
+        cut = [state_layout(layout, home.shape, axis) for home, layout in zip(homes, at, strict=True)]
 
-        def each(tree: Any, put: Any) -> Any:
-            leaves, structure = jax.tree.flatten(tree)
-            return jax.tree.unflatten(structure, [put(x, h) for x, (_, _, h) in zip(leaves, homes, strict=True)])
+        def reduced(tree: Any) -> Any:
+            """Gradients once they are summed, each beside its state."""
+            leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+            leaves = [_labelled(x, layout) for x, layout in zip(leaves, at, strict=True)]
+            waiting = [i for i, x in enumerate(leaves) if isinstance(x, PartialArray)]
+            ends = cut if fuse == "reduce_scatter" else at
+            summed = reduce_to(
+                [leaves[i] for i in waiting],
+                [ends[i] for i in waiting],
+                bucket_bytes=bucket_bytes,
+                reduce_dtype=reduce_dtype,
+            )
+            for i, x in zip(waiting, summed, strict=True):
+                leaves[i] = x
+            return jax.tree.unflatten(structure, [beside(x, c) for x, c in zip(leaves, cut, strict=True)])
 
-        def beside(x: Any, home: Any) -> Any:
-            return reshard(x, target(home, jnp.shape(x), where), where)
+        def beside(x: Any, layout: Layout) -> Any:
+            x = load(x)
+            return reshard(x, layout.spec_for(x.ndim), where)
 
-        def back(x: Any, home: Any) -> Any:
-            if gather_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
-                return reshard(x.astype(gather_dtype), home, where).astype(x.dtype)
-            return reshard(x, home, where)
-
-        inner = jax.tree.map(load, state.inner, is_leaf=lambda x: isinstance(x, FlatShard))
-        local = None if params is None else each(params, beside)
-        updates, inner = tx.update(each(grads, beside), inner, local, **extra)
-        return each(updates, back), ShardedState(kept(inner, homes, where), state.homes)
+        grads, given = reduced(grads), grads
+        if params is not None:
+            leaves, structure = jax.tree.flatten(params, is_leaf=is_leaf)
+            params = jax.tree.unflatten(structure, [beside(x, c) for x, c in zip(leaves, cut, strict=True)])
+        # Line searches are handed the gradients once more, and others of the same kind.
+        extra = {name: grads if tree is given else _whole(tree) for name, tree in extra.items()}
+        inner = _loaded(state.inner, dict(state.shapes.value), axis)
+        updates, inner = _updated(tx, (grads, inner, params), extra, homes, axis, where)
+        leaves, structure = _checked(updates, homes)
+        leaves = gather_together(leaves, cut, at, bucket_bytes=bucket_bytes, gather_dtype=gather_dtype)
+        leaves = [store(x, layout, axis) if h.flat else x for x, h, layout in zip(leaves, homes, at, strict=True)]
+        inner, rows = _kept(inner, homes, axis, where)
+        return jax.tree.unflatten(structure, leaves), ShardedState(inner, state.homes, Static(tuple(rows)))
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-Homes = tuple[tuple[Any, tuple[int, ...], tuple[Placement, ...]], ...]  # of each parameter: path, shape, placements
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where one parameter lives.
+
+    Attributes:
+      path: its path in the tree.
+      shape: as a model sees it.
+      spec: where it lives, on any mesh of these axes.
+      flat: it's kept as a padded flat shard.
+    """
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    flat: bool
+
+    def layout(self, mesh: AnyMesh) -> Layout:
+        """Of the parameter on a mesh."""
+        return Layout(mesh, self.spec).resolved(len(self.shape))
 
 
-def _homes(params: Any, mesh: AnyMesh) -> Homes:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return tuple((tuple(path), jnp.shape(x), known_placements(x, mesh)) for path, x in leaves)
+def _homes(params: Any, mesh: AnyMesh, said: Any) -> tuple[Home, ...]:
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+    shapes = [shape_of(x) for _, x in found]
+    if said is None:
+        layouts = [known_layout(x, mesh) for _, x in found]
+    else:
+        layouts = said_layouts(said, structure, shapes, mesh, "shard_optimizer")
+    return tuple(
+        Home(_named(path), shape, layout.spec_for(len(shape)), isinstance(x, FlatShard))
+        for (path, x), shape, layout in zip(found, shapes, layouts, strict=True)
+    )
 
 
-def _home_of(path: Any, x: Any, homes: Homes, mesh: AnyMesh) -> tuple[Placement, ...]:
-    """Placements of the parameter that a state leaf stands for: one of its shape whose path ends the leaf's."""
-    for own, shape, placements in homes:
-        if shape == x.shape and tuple(path[len(path) - len(own) :]) == own:
-            return placements
-    return whole_placements(mesh)
+def _named(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path without what a Flax variable adds to it: nnx hands its optimizers states with and without."""
+    return tuple(path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path)
 
 
-def _check_match(grads: Any, homes: Homes) -> None:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_whole)
-    given = [(tuple(path), tuple(x.shape)) for path, x in leaves]
-    known = [(path, shape) for path, shape, _ in homes]
+def _is_lookahead(x: Any) -> bool:
+    return isinstance(x, optax.LookaheadState)
+
+
+def _seen(tree: Any) -> Any:
+    return jax.tree.map(load, tree, is_leaf=is_leaf)
+
+
+def _whole(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reduce() if isinstance(x, PartialArray) else load(x), tree, is_leaf=is_leaf)
+
+
+def _kept(state: Any, homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> tuple[Any, list[Any]]:
+    """State leaves at their places, and the numbers and shapes of those that became rows.
+
+    Those that stand for a parameter live beside it, the others by their shape.
+    """
+    named = {home.path: home for home in homes}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    done, rows = [], []
+    for number, (path, x) in enumerate(leaves):
+        if hasattr(x, "shape") and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            x = store(x, _layout_beside(_named(path), x, named, axis, mesh), axis)
+        if isinstance(x, FlatShard):
+            rows.append((number, x.shape))
+            x = x.flat
+        done.append(x)
+    return jax.tree.unflatten(structure, done), rows
+
+
+def _loaded(state: Any, shapes: dict[int, tuple[int, ...]], axis: str) -> Any:
+    """The state as the optimizer within knows it."""
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [load(FlatShard(x, shapes[i], axis)) if i in shapes else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _layout_beside(
+    path: tuple[Any, ...], x: Any, named: dict[tuple[Any, ...], Home], axis: str, mesh: AnyMesh
+) -> Layout:
+    """Where a leaf of state or updates lives: beside the parameter that it stands for, else by its shape."""
+    # It stands for a parameter if that's how its path ends, and the shapes agree.
+    ends = (named.get(path[start:]) for start in range(len(path) + 1))
+    home = next((h for h in ends if h is not None and h.shape == tuple(x.shape)), None)
+    layout = Layout(mesh, {}).resolved(x.ndim) if home is None else home.layout(mesh)
+    return state_layout(layout, x.shape, axis)
+
+
+def _updated(
+    tx: optax.GradientTransformationExtraArgs,
+    arguments: tuple[Any, Any, Any],
+    extra: dict[str, Any],
+    homes: tuple[Home, ...],
+    axis: str,
+    mesh: AnyMesh,
+) -> tuple[Any, Any]:
+    """``tx.update`` in global view. Where axes are Explicit they are left to the compiler meanwhile.
+
+    Types refuse to contract dims that are cut, which is what optimizers of whole matrices do.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return tx.update(*arguments, **extra)
+    arrays = {name: x for name, x in extra.items() if not callable(x)}
+    others = {name: x for name, x in extra.items() if callable(x)}
+
+    def run(arguments: Any, arrays: Any) -> Any:
+        return tx.update(*arguments, **arrays, **others)
+
+    def there(path: Any, x: Any) -> PartitionSpec:
+        return _layout_beside(_named(path), x, named, axis, mesh).spec_for(x.ndim)
+
+    named = {home.path: home for home in homes}
+    described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, arrays))
+    shapes = jax.eval_shape(run, *described)
+    specs = jax.tree_util.tree_map_with_path(there, shapes)
+    # Eagerly, too, there must be an ambient mesh.
+    here = jax.set_mesh(mesh) if ambient_mesh() is None and isinstance(mesh, Mesh) else contextlib.nullcontext()
+    with here:
+        return jax.sharding.auto_axes(run, out_sharding=specs)(arguments, arrays)  # type: ignore[call-arg]
+
+
+def _checked(updates: Any, homes: tuple[Home, ...]) -> tuple[list[Any], Any]:
+    """Leaves and structure of what the optimizer returned."""
+    found, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
+    given = [(_named(path), None if isinstance(x, PartialArray) else shape_of(x)) for path, x in found]
+    for one, home in itertools.zip_longest(given, homes):
+        if home is None or one != (home.path, home.shape):
+            path = one[0] if home is None else home.path
+            got = "none" if one is None else "one not reduced" if one[1] is None else f"one of shape {one[1]}"
+            raise ValueError(
+                f"shard_optimizer: the optimizer within returned other updates than one for every parameter, of its "
+                f"shape: for {jax.tree_util.keystr(path)!r}{f' of shape {home.shape}' if home else ''} {got}; it "
+                "can't be sharded"
+            )
+    return [x for _, x in found], structure
+
+
+def _labelled(x: Any, home: Layout) -> Any:
+    """A gradient, known to be cut as its parameter is: under ``jit`` on Auto axes only the compiler knows that."""
+    if is_unreduced(x):
+        x = from_unreduced(x)
+    if not isinstance(x, PartialArray):
+        return x
+    if x.logical_shape is not None:
+        return x.reduce().value
+    own = x.layout.on(home.mesh).resolved(x.ndim)
+    waits = {name: p for name, p in zip(own.mesh.axis_names, own.placements, strict=True) if isinstance(p, Partial)}
+    layout = home.but(waits)
+    if layout == own:
+        return x
+    # Contributions are one array for the compiler: where axes cut it that it doesn't wait for is its to change.
+    return PartialArray(constrain(x.stack, layout.mesh, layout.stack_spec(x.ndim)), layout)
+
+
+def _check_match(grads: Any, homes: tuple[Home, ...]) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
+    given = [(_named(path), shape_of(x)) for path, x in leaves]
+    known = [(home.path, home.shape) for home in homes]
     if given != known:
-        odd = next(iter([g for g in given if g not in known] + [k for k in known if k not in given]), given)
-        name = jax.tree_util.keystr(odd[0]) if isinstance(odd, tuple) else ""
+        odd = next(iter([g for g in given if g not in known] + [k for k in known if k not in given]), None)
+        where = f", at {jax.tree_util.keystr(odd[0])!r} of shape {odd[1]}" if odd else ""
         raise ValueError(
-            f"shard_optimizer: the gradients don't match the parameters that its state was made for, at {name!r} of "
-            f"shape {odd[1]}; give a gradient for every parameter, of its shape"
+            f"shard_optimizer: the gradients don't match the parameters that its state was made for{where}; give a "
+            "gradient for every parameter, of its shape (gradients of each example can't be reduced)"
         )

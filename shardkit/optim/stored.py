@@ -1,62 +1,114 @@
-"""State leaves as they're kept between steps: sharded along a dim, or, where none divides, as padded flat shards."""
+"""Leaves as they're kept between steps: sharded along a dim, or, where none divides, as padded flat shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardkit.placements import AnyMesh, Placement, Replicate, Shard, layout_of
+from shardkit.arrays import is_whole
+from shardkit.placements import AnyMesh, Layout, Shard, layout_of
 from shardkit.reshard import reshard
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["flat"], meta_fields=["shape"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["flat"], meta_fields=["shape", "axis"])
 @dataclasses.dataclass(frozen=True)
 class FlatShard:
-    """An array of which no dim divides: its elements in one row, padded and cut.
+    """An array of which no dim divides: its elements in one row, padded and cut. A pytree with one leaf.
 
     Attributes:
       flat: one dim, of a size that the axis divides.
       shape: of the array it stands for.
+      axis: the mesh axis that cuts it.
     """
 
     flat: Any
     shape: tuple[int, ...]
+    axis: str
 
 
-def store(x: Any, placements: tuple[Placement, ...], axis: str, mesh: AnyMesh) -> Any:
-    """The leaf as it's kept: at its placements; flat where these don't cut it over ``axis``, unless it's too small."""
+def is_leaf(x: Any) -> bool:
+    """Whether this pytree is to be taken for one leaf of a tree of parameters, gradients or state."""
+    return isinstance(x, FlatShard) or is_whole(x)
+
+
+def store(x: Any, layout: Layout, axis: str) -> Any:
+    """The leaf as it's kept: at its layout; flat where that doesn't cut it over ``axis``, unless it's too small."""
+    mesh = layout.mesh
     parts = mesh.shape[axis]
-    at = dict(zip(mesh.axis_names, placements, strict=True))
+    at = dict(zip(mesh.axis_names, layout.placements, strict=True))
     if isinstance(at[axis], Shard) or math.prod(x.shape) < parts or parts == 1:
-        return reshard(x, placements, mesh)
+        return reshard(x, layout.spec_for(len(x.shape)), mesh)
     flat = jnp.ravel(x)
     padded = -(-flat.size // parts) * parts
     flat = jnp.pad(flat, (0, padded - flat.size))
-    return FlatShard(reshard(flat, {axis: Shard(0)}, mesh), tuple(x.shape))
+    return FlatShard(reshard(flat, {axis: Shard(0)}, mesh), tuple(x.shape), axis)
 
 
 def load(x: Any) -> Any:
-    """The leaf as the optimizer sees it."""
+    """The leaf as an optimizer or a model sees it."""
     if not isinstance(x, FlatShard):
         return x
-    return x.flat[: math.prod(x.shape)].reshape(x.shape)
+    flat, where = x.flat, jax.typeof(x.flat).sharding
+    if AxisType.Explicit in where.mesh.axis_types:  # types can't say that a size doesn't divide
+        flat = jax.sharding.reshard(flat, NamedSharding(where.mesh, PartitionSpec(None)))
+    return flat[: math.prod(x.shape)].reshape(x.shape)
 
 
-def whole_placements(mesh: AnyMesh) -> tuple[Placement, ...]:
-    """Replicated on every axis."""
-    return (Replicate(),) * len(mesh.axis_names)
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape that an optimizer or a model sees."""
+    return x.shape if isinstance(x, FlatShard) else tuple(jnp.shape(x))
 
 
-def known_placements(x: Any, mesh: AnyMesh) -> tuple[Placement, ...]:
-    """Where an array lives; replicated, where that can't be read."""
+def found_layout(x: Any, mesh: AnyMesh) -> Layout | None:
+    """Where an array lives on the mesh; None, where that can't be read: on none yet, or the compiler's to know.
+
+    Raises:
+      ValueError: it lives on a mesh of other axes.
+    """
     try:
         layout = layout_of(x).resolved(len(x.shape))
-    except ValueError:  # on no mesh yet, or the compiler's to know
-        return whole_placements(mesh)
-    known = dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
-    return tuple(known.get(name, Replicate()) for name in mesh.axis_names)
+    except ValueError:
+        return None
+    if dict(layout.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"an array of shape {tuple(x.shape)} lives on mesh {dict(layout.mesh.shape)}, others on "
+            f"{dict(mesh.shape)}; sk.reshard(x, placements, mesh) brings it there"
+        )
+    return layout.on(mesh)
+
+
+def known_layout(x: Any, mesh: AnyMesh) -> Layout:
+    """The same; replicated, where it can't be read."""
+    found = None if isinstance(x, FlatShard) else found_layout(x, mesh)
+    return Layout(mesh, {}).resolved(len(shape_of(x))) if found is None else found
+
+
+def said_layout(where: Any, mesh: AnyMesh, ndim: int) -> Layout:
+    """A layout from whatever says it: placements in any form, a sharding, an array that lives there."""
+    if not isinstance(where, NamedSharding) and hasattr(where, "sharding"):
+        where = layout_of(where)
+    if isinstance(where, NamedSharding | Layout):
+        where = layout_of(where).on(mesh).spec_for(ndim)
+    return Layout(mesh, where).resolved(ndim)
+
+
+def said_layouts(
+    said: Any, structure: Any, shapes: Sequence[tuple[int, ...]], mesh: AnyMesh, what: str
+) -> list[Layout]:
+    """Of a tree that says where parameters live, the layout of each.
+
+    Raises:
+      ValueError: another structure than the parameters'.
+    """
+    try:
+        leaves = structure.flatten_up_to(said)
+    except ValueError as err:
+        raise ValueError(f"{what}: param_placements must have the structure of the parameters: {err}") from None
+    return [said_layout(x, mesh, len(shape)) for x, shape in zip(leaves, shapes, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.placements import AnyMesh, Partial, Placement, Replicate, Shard
+from shardkit.placements import AnyMesh, Layout, Partial, Placement, Replicate, Shard, axes_size
 
 FUSES = ("reduce_scatter", "all_reduce")
 
@@ -20,6 +20,16 @@ def check_fuse(fuse: str) -> None:
             f'fuse={fuse!r} is unknown; use "reduce_scatter" (each device keeps its part of the sum) or "all_reduce" '
             "(each keeps all of it)"
         )
+
+
+def check_axis(axis: str, mesh: AnyMesh) -> None:
+    """Refuses an axis that isn't there.
+
+    Raises:
+      ValueError: with those that are.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"axis={axis!r} is not on the mesh, which has {tuple(mesh.axis_names)}; use one of these")
 
 
 def target_placements(
@@ -48,8 +58,7 @@ def target_placements(
       (Shard(dim=1), Shard(dim=0), Replicate())
     """
     check_fuse(fuse)
-    if axis not in mesh.axis_names:
-        raise ValueError(f"axis={axis!r} is not on the mesh, which has {tuple(mesh.axis_names)}; use one of these")
+    check_axis(axis, mesh)
     named = dict(zip(mesh.axis_names, placements, strict=True))
     if fuse == "all_reduce":
         return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
@@ -61,3 +70,32 @@ def target_placements(
         named[name] = Shard(free[0]) if free else Replicate()
         taken |= set(free[:1])
     return tuple(named[name] for name in mesh.axis_names)
+
+
+def target_layout(layout: Layout, shape: Sequence[int], axis: str, fuse: str) -> Layout:
+    """The same as a layout, in which shards keep their order."""
+    mesh = layout.mesh
+    placements = target_placements(layout.placements, shape, axis, fuse, mesh)
+    pairs = zip(mesh.axis_names, layout.placements, placements, strict=True)
+    return layout.but({name: new for name, old, new in pairs if new != old})
+
+
+def state_layout(layout: Layout, shape: Sequence[int], axis: str) -> Layout:
+    """Where the state beside a parameter is kept: as its gradient is scattered, or else deeper.
+
+    Where no dim is left for ``axis``, one that other axes cut already is cut once more, if it divides: each device
+    keeps a part of its part.
+
+    Args:
+      layout: of the parameter.
+      shape: its global shape.
+      axis: the mesh axis over which state is sharded.
+    """
+    found = target_layout(layout, shape, axis, "reduce_scatter")
+    mesh = layout.mesh
+    if isinstance(dict(zip(mesh.axis_names, found.placements, strict=True))[axis], Shard):
+        return found
+    for dim, axes in sorted(layout.dim_axes(len(shape)).items()):
+        if shape[dim] and shape[dim] % (axes_size(mesh, axes) * mesh.shape[axis]) == 0:
+            return target_layout(layout.but({axis: Shard(dim)}), shape, axis, "reduce_scatter")
+    return found

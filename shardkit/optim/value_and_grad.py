@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.core import Tracer
 
-from shardkit._compat import spec_entries, varying_axes
-from shardkit.arrays import PartialArray
-from shardkit.arrays.placing import constrain
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.optim.batch import Leaf, read_batch_axes, read_leaf
-from shardkit.optim.stored import known_placements
-from shardkit.placements import AnyMesh, Layout, Partial
+from shardkit.optim.parameters import GATHERS, read_parameters
+from shardkit.optim.region import Region
+from shardkit.optim.stored import FlatShard
+from shardkit.placements import AnyMesh
 
 
 def value_and_grad(
@@ -31,6 +28,9 @@ def value_and_grad(
     reduce: str = "mean",
     microbatches: int = 1,
     accumulator_dtype: Any = None,
+    param_placements: Any = None,
+    gather: str | None = None,
+    gather_dtype: Any = None,
 ) -> Callable:
     """As ``jax.value_and_grad``, each device on its part of the batch; gradients come out Partial.
 
@@ -50,13 +50,24 @@ def value_and_grad(
       reduce: "mean" or "sum": what the loss over the whole batch is of those of its parts.
       microbatches: each device takes its part in so many slices, one after another, and adds gradients up locally.
       accumulator_dtype: of that sum; None: the gradients' own.
+      param_placements: where the differentiated arguments live, in their structure (of the one argument, or a tuple):
+        placements in any form, shardings, or the arrays as they are outside ``jit``. None: read from the arguments,
+        which within ``jit`` works on Explicit axes only; gradients are then cut as the compiler likes.
+      gather: when parameters known to be cut over a batch axis (``sk.shard_params``, stage 3) are put together. "use":
+        where they're used, and once more for the backward pass, so that none need stay, in every slice; "layer": the
+        same, by ``fun`` itself, whose layers are made with ``sk.gather_on_use`` (for layers in a ``lax.scan``);
+        "step": once, before the first slice. None: "use" for one slice and "step" for several, so that nothing is
+        communicated in their loop. Where the placement isn't known the compiler gathers, once.
+      gather_dtype: what "use" and "layer" gather travels in this dtype (bfloat16, say); None: in its own.
 
     Returns:
       A function of the same arguments that returns ``(value, gradients)`` or ``((value, aux), gradients)``. Gradients
-      are ``PartialArray``s over the batch axes, otherwise placed as the parameters are where that's known.
+      are ``PartialArray``s over the batch axes, otherwise placed as the parameters are where that's known. Call it
+      under ``jax.jit``: else it's traced and compiled anew in every call, as what ``fun`` closes over may have changed.
 
     Raises:
-      ValueError: a batch that doesn't divide, unknown axes or ``reduce``, axes that are manual here.
+      ValueError: a batch that doesn't divide, unknown axes, ``reduce`` or ``gather``, axes that are manual here,
+        arguments on different meshes, a count of zero (outside ``jit``; within, the value is NaN).
       TypeError: a loss that's no scalar.
 
     Example:
@@ -70,6 +81,10 @@ def value_and_grad(
         raise ValueError(f'reduce={reduce!r} is unknown; use "mean" or "sum", as the loss is of the examples of a part')
     if isinstance(microbatches, bool) or not hasattr(microbatches, "__index__") or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: a positive number of slices")
+
+    if gather is not None and gather not in GATHERS:
+        raise ValueError(f"gather={gather!r} is unknown; use one of {GATHERS}, or None")
+    gather = gather or ("use" if microbatches == 1 else "step")
 
     @functools.wraps(fun)
     def wrapped(*args: Any) -> Any:
@@ -96,11 +111,19 @@ def value_and_grad(
                 rebuilt[n] = next(values)
             return _read_loss(fun(*rebuilt), has_aux, reduce)
 
-        run = _Region(loss, where, axes, batch.leaves, reduce, microbatches, accumulator_dtype)
         own, fixed = params.take("own"), params.take("fixed")
-        data = [_entering(x, leaf, where) for x, leaf in zip(batch.arrays, batch.leaves, strict=True)]
-        value, aux, stacks, kind = run(own, fixed, data)
-        gradients = [_partial(s, p, where, axes, kind) for s, p in zip(stacks, own, strict=True)]
+        known = None
+        if param_placements is not None:
+            known = params.beside(param_placements if not isinstance(argnums, int) else (param_placements,))
+        described, own = read_parameters(own, known, axes, where, gather, gather_dtype)
+        run = Region(loss, where, axes, described, batch.leaves, reduce, microbatches, accumulator_dtype)
+        value, count, aux, stacks, kind = run(own, fixed, batch.arrays)
+        if count is not None and not isinstance(count, Tracer) and float(count) == 0:
+            raise ValueError(
+                "value_and_grad: the counts that the loss returned sum to zero over the whole batch, so there is no "
+                "mean; leave such a batch out, or return a count of at least one"
+            )
+        gradients = [p.gradient(s, where, axes, kind) for s, p in zip(stacks, described, strict=True)]
         found = params.join(gradients, [jnp.zeros_like(x) for x in fixed])
         found = found[0] if isinstance(argnums, int) else tuple(found)
         return ((value, aux) if has_aux else value), found
@@ -108,7 +131,13 @@ def value_and_grad(
     return wrapped
 
 
+def _is_flat(x: Any) -> bool:
+    return isinstance(x, FlatShard)
+
+
 def _kind_of_parameter(x: Any) -> str:
+    if _is_flat(x):
+        return "own"
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         return "own" if isinstance(x, float | complex) else "static"
     return "own" if jnp.issubdtype(x.dtype, jnp.inexact) else "fixed"
@@ -118,16 +147,26 @@ class _Split:
     """Trees taken apart: arrays with what becomes of them, all else aside."""
 
     def __init__(self, trees: Sequence[Any], read: Callable[[Any], Leaf]):
-        found, self._tree = jax.tree.flatten(list(trees))
+        found, self._tree = jax.tree.flatten(list(trees), is_leaf=_is_flat)
         every = [read(x) for x in found]
         self._every = every
         self._statics = [x for x, leaf in zip(found, every, strict=True) if leaf.kind == "static"]
         self.leaves = [leaf for leaf in every if leaf.kind != "static"]
-        self.arrays = [jnp.asarray(x) for x, leaf in zip(found, every, strict=True) if leaf.kind != "static"]
+        self.arrays = [
+            x if _is_flat(x) else jnp.asarray(x) for x, leaf in zip(found, every, strict=True) if leaf.kind != "static"
+        ]
 
     def take(self, kind: str) -> list[Any]:
         """The arrays of one kind."""
         return [x for x, leaf in zip(self.arrays, self.leaves, strict=True) if leaf.kind == kind]
+
+    def beside(self, trees: Any) -> list[Any]:
+        """What a tree of the same structure says of each "own" leaf."""
+        try:
+            said = self._tree.flatten_up_to(list(trees))
+        except ValueError as err:
+            raise ValueError(f"param_placements must have the structure of the parameters: {err}") from None
+        return [x for x, leaf in zip(said, self._every, strict=True) if leaf.kind == "own"]
 
     def join(self, arrays: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
         """The trees again, with other arrays (those of kind "fixed" apart)."""
@@ -148,165 +187,7 @@ def _read_loss(result: Any, has_aux: bool, reduce: str) -> tuple[Any, Any, Any]:
         raise TypeError(
             f"value_and_grad: the loss must be a scalar, or (sum, count) of scalars, got {', '.join(map(str, shapes))}"
         )
-    return parts[0], parts[1] if weighed else None, aux
-
-
-def _entering(x: Any, leaf: Leaf, mesh: AnyMesh) -> Any:
-    """A batch leaf where the region expects it; on Explicit axes types say where it is."""
-    if leaf.kind != "batch" or AxisType.Explicit not in mesh.axis_types:
-        return x
-    own = jax.typeof(x).sharding
-    entries = list(spec_entries(own.spec)) if not own.mesh.empty else []
-    entries += [None] * (x.ndim - len(entries))
-    cut = [want if want is not None else have for want, have in zip(spec_entries(leaf.spec), entries, strict=True)]
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*cut)))
-
-
-def _partial(stack: Any, param: Any, mesh: AnyMesh, axes: Mapping[str, int], kind: str) -> PartialArray:
-    """The contributions with their label: Partial over the batch axes, else where the parameter is."""
-    known = dict(zip(mesh.axis_names, known_placements(param, mesh), strict=True))
-    placements = known | dict.fromkeys(axes, Partial(kind))
-    layout = Layout(mesh, placements)
-    return PartialArray(constrain(stack, mesh, layout.stack_spec(stack.ndim - len(axes))), layout)
-
-
-class _Region:
-    """What each device does: gradients of its part, slice by slice. Made for one call."""
-
-    def __init__(
-        self,
-        loss: Callable,
-        mesh: AnyMesh,
-        axes: Mapping[str, int],
-        leaves: Sequence[Leaf],
-        reduce: str,
-        slices: int,
-        accumulator_dtype: Any,
-    ):
-        self._loss, self._mesh, self._names = loss, mesh, tuple(axes)
-        self._leaves, self._mean, self._slices = leaves, reduce == "mean", slices
-        self._dtype = accumulator_dtype
-        # Known once the loss has been traced.
-        self._kind = "sum"
-        self._varies: tuple[str, ...] = ()
-        self._aux_tree: Any = None
-        self._aux_is_array: list[bool] = []
-
-    def __call__(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any]) -> Any:
-        """(value, aux, stacked gradients of ``own``, the kind of reduction they wait for)."""
-        names, mesh = self._names, self._mesh
-        sizes = tuple(mesh.shape[n] for n in names)
-        # Each device is handed its position: it can't ask for it where other axes are left to the compiler.
-        positions = jnp.arange(math.prod(sizes)).reshape(sizes)
-        if AxisType.Explicit in mesh.axis_types:
-            positions = jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*names)))
-        whole, part = PartitionSpec(), PartitionSpec(*names)
-        region = jax.shard_map(
-            self._body,
-            mesh=mesh,
-            in_specs=(whole, whole, [leaf.spec for leaf in self._leaves], part),
-            out_specs=(whole, whole, part, part),
-            axis_names=set(names),
-        )
-        value, scalars, arrays, stacks = jax.jit(region, inline=True)(list(own), list(fixed), list(data), positions)
-        merged = iter([a.reshape(-1, *a.shape[len(names) + 1 :]) for a in arrays])
-        scalars = iter(scalars)
-        aux = [next(merged if is_array else scalars) for is_array in self._aux_is_array]
-        return value, jax.tree.unflatten(self._aux_tree, aux), stacks, self._kind
-
-    def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], position: jax.Array) -> Any:
-        own = [_varying(x, self._names) for x in own]
-        run = self._one if self._slices == 1 else self._scan
-        total, count, grads, aux = run(own, fixed, data, position.reshape(()))
-        value, grads = self._over_devices(total, count, grads)
-        scalars, arrays = self._aux_over_devices(aux)
-        return value, scalars, arrays, [self._stacked(g) for g in grads]
-
-    def _one(self, own: Any, fixed: Any, data: Sequence[Any], position: jax.Array, number: Any = 0) -> Any:
-        """(loss, count, gradients, aux) of one slice."""
-        key = position * self._slices + number
-        data = [
-            jax.random.fold_in(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)
-        ]
-
-        def scalar(own: Any) -> Any:
-            loss, count, aux = self._loss(own, fixed, data)
-            return loss, (count, aux)
-
-        (total, (count, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(own)
-        # A loss that the user has summed over an axis doesn't vary along it, and isn't to be summed again.
-        self._varies = tuple(n for n in self._names if n in varying_axes(total))
-        total, count = (None if x is None else _varying(jnp.asarray(x), self._names) for x in (total, count))
-        return total, count, grads, aux
-
-    def _scan(self, own: Any, fixed: Any, data: Sequence[Any], position: jax.Array) -> Any:
-        """The same of all slices, one after another, added up."""
-        slices = self._slices
-        cut = [leaf.kind == "batch" and spec_entries(leaf.spec)[0] is not None for leaf in self._leaves]
-        parts = [
-            x.reshape(slices, x.shape[0] // slices, *x.shape[1:]) if c else None for x, c in zip(data, cut, strict=True)
-        ]
-
-        def one(number: Any, part: Sequence[Any]) -> Any:
-            now = [p if c else x for p, x, c in zip(part, data, cut, strict=True)]
-            total, count, grads, aux = self._one(own, fixed, now, position, number)
-            if self._dtype is not None:
-                grads = [g.astype(self._dtype) for g in grads]
-            return (total, count, grads), aux
-
-        def step(carry: Any, numbered: Any) -> Any:
-            new, aux = one(*numbered)
-            return jax.tree.map(jnp.add, carry, new), aux
-
-        shapes = jax.eval_shape(lambda: one(0, [None if p is None else p[0] for p in parts])[0])
-        start = jax.tree.map(lambda x: _varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
-        (total, count, grads), aux = lax.scan(step, start, (jnp.arange(slices), parts))
-        if self._dtype is not None:
-            grads = [g.astype(x.dtype) for g, x in zip(grads, own, strict=True)]
-        return total, count, grads, jax.tree.map(self._aux_over_slices, aux)
-
-    def _aux_over_slices(self, x: Any) -> Any:
-        if x.ndim > 1:
-            return x.reshape(-1, *x.shape[2:])
-        averaged = self._mean and jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.mean() if averaged else x.sum()
-
-    def _over_devices(self, total: Any, count: Any, grads: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The value of the whole batch, and gradients such that their reduction is its gradient."""
-        names, sizes = self._names, self._mesh.shape
-        parts = math.prod(sizes[n] for n in self._varies)
-        copies = math.prod(sizes[n] for n in names) // parts
-        total = lax.psum(total, names) / copies
-        if count is not None:
-            count = lax.psum(count, names) / copies
-            return total / count, [g / count.astype(g.dtype) for g in grads]
-        if not self._mean:
-            return total, list(grads)
-        if self._varies == names:
-            self._kind = "mean"  # divided after they are summed: no small gradient is lost before
-            return total / (parts * self._slices), [g / self._slices for g in grads]
-        return total / (parts * self._slices), [g / (parts * self._slices) for g in grads]
-
-    def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
-        leaves, self._aux_tree = jax.tree.flatten(aux)
-        leaves = [jnp.asarray(x) for x in leaves]
-        self._aux_is_array = [x.ndim > 0 for x in leaves]
-        return [self._scalar(x) for x in leaves if not x.ndim], [self._stacked(x) for x in leaves if x.ndim]
-
-    def _scalar(self, x: Any) -> Any:
-        varies = tuple(n for n in self._names if n in varying_axes(x))
-        if not varies:
-            return x
-        if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
-            return lax.pmean(x, varies)
-        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
-
-    def _stacked(self, x: Any) -> Any:
-        x = _varying(x, self._names)
-        return x.reshape((1,) * len(self._names) + x.shape)
-
-
-def _varying(x: Any, names: Sequence[str]) -> Any:
-    """``x`` as a value that may differ along the axes: its gradient is each device's own."""
-    missing = tuple(n for n in names if n not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    loss = jnp.asarray(parts[0])
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"value_and_grad: the loss must be a real float to be differentiated, got {loss.dtype}")
+    return loss, parts[1] if weighed else None, aux

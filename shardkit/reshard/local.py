@@ -80,7 +80,7 @@ class _Here:
 
 
 def _slice(here: _Here, step: Step, x: Array) -> Array:
-    for dim, added in _grown(step.before, step.after).items():
+    for dim, added in grown(step.before, step.after).items():
         size = here.problem.block(dim, step.after.dims[dim])
         x = _pad_dim(x, dim, size * here.problem.parts(added))
         x = lax.dynamic_slice_in_dim(x, here.index(added) * size, size, dim)
@@ -88,7 +88,7 @@ def _slice(here: _Here, step: Step, x: Array) -> Array:
 
 
 def _all_gather(here: _Here, step: Step, x: Array) -> Array:
-    removed = _grown(step.after, step.before)
+    removed = grown(step.after, step.before)
     group = [f for factors in removed.values() for f in factors]
     axes, groups = here.over(group)
     if len(removed) == 1:
@@ -96,11 +96,11 @@ def _all_gather(here: _Here, step: Step, x: Array) -> Array:
         x = lax.all_gather(x, axes, axis_index_groups=groups, axis=dim, tiled=True)
         return _crop(here.problem, x, step.after, [dim])
     pieces = lax.all_gather(x, axes, axis_index_groups=groups, axis=0)
-    return _join(here.problem, pieces, removed, step.after)
+    return join(here.problem, pieces, removed, step.after, group)
 
 
 def _all_to_all(here: _Here, step: Step, x: Array) -> Array:
-    removed, added = _grown(step.after, step.before), _grown(step.before, step.after)
+    removed, added = grown(step.after, step.before), grown(step.before, step.after)
     group = [f for factors in removed.values() for f in factors]
     axes, groups = here.over(group)
     if len(removed) == len(added) == 1 and list(removed.values()) == list(added.values()):
@@ -110,7 +110,7 @@ def _all_to_all(here: _Here, step: Step, x: Array) -> Array:
         return _crop(here.problem, x, step.after, [source])
     pieces = cut(here.problem, x, added, step.after, group)
     pieces = lax.all_to_all(pieces, axes, 0, 0, axis_index_groups=groups, tiled=True)
-    return _join(here.problem, pieces, removed, step.after)
+    return join(here.problem, pieces, removed, step.after, group)
 
 
 def _permute(here: _Here, step: Step, x: Array) -> Array:
@@ -147,7 +147,7 @@ def _reduce(here: _Here, step: Step, x: Array) -> Array:
 
 
 def _reduce_scatter(here: _Here, step: Step, x: Array) -> Array:
-    kind, added = here.problem.reduce or "sum", _grown(step.before, step.after)
+    kind, added = here.problem.reduce or "sum", grown(step.before, step.after)
     group = [f for factors in added.values() for f in factors]
     axes, groups = here.over(group)
     if kind not in ("sum", "mean"):
@@ -218,13 +218,13 @@ _STEPS = {
 
 def _contribution(step: Step) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Of a "contribute": the factors that cut each dim before, and those along which one device holds all."""
-    embedded = _grown(step.after, step.before)
+    embedded = grown(step.after, step.before)
     cut = {f for factors in embedded.values() for f in factors}
     new = [f for f in step.after.partial if f not in step.before.partial]
     return embedded, tuple(f for f in new if f not in cut)
 
 
-def _grown(small: State, large: State) -> dict[int, tuple[int, ...]]:
+def grown(small: State, large: State) -> dict[int, tuple[int, ...]]:
     """The factors that cut each dim in ``large`` on top of those in ``small``, major first."""
     pairs = enumerate(zip(small.dims, large.dims, strict=True))
     return {d: b[len(a) :] for d, (a, b) in pairs if len(b) > len(a)}
@@ -246,9 +246,10 @@ def cut(problem: Problem, x: Array, added: dict[int, tuple[int, ...]], after: St
     return pieces.reshape(problem.parts(tuple(group)), *(shape[d] for d in rest))
 
 
-def _join(problem: Problem, pieces: Array, removed: dict[int, tuple[int, ...]], after: State) -> Array:
-    """The block that pieces along the first dim, one a combination of the removed factors, make up."""
-    group = [f for factors in removed.values() for f in factors]
+def join(
+    problem: Problem, pieces: Array, removed: dict[int, tuple[int, ...]], after: State, group: Sequence[int]
+) -> Array:
+    """The block that pieces along the first dim make up: one of each device of the group, in its order."""
     sizes = [problem.factors.sizes[f] for f in group]
     order: list[int] = []
     shape = []

@@ -120,3 +120,10 @@ def state_of(factors: Factors, dims: tuple[tuple[str, ...], ...], partial: tuple
     return State(
         tuple(tuple(f for a in axes for f in of[a]) for axes in dims), tuple(sorted(f for a in partial for f in of[a]))
     )
+
+
+def state_in(problem: Problem, layout: Layout) -> State:
+    """A layout's state on a problem's mesh, whose axes are those of the layout."""
+    dims = layout.dim_axes(len(problem.shape))
+    cut = tuple(dims.get(d, ()) for d in range(len(problem.shape)))
+    return state_of(problem.factors, cut, layout.partial_axes)

@@ -39,6 +39,11 @@ def test_every_leaf_once_without_gaps(leaves, limit):
         assert limit is None or end * itemsize <= limit or len([s for s in bucket.slots if s.size]) == 1
 
 
+def test_by_themselves():
+    """No bytes: nothing travels together."""
+    assert [[s.leaf for s in b.slots] for b in pack("aab", [3, 1, 3], [4, 4, 4], 0)] == [[0], [1], [2]]
+
+
 def test_refused():
-    with pytest.raises(ValueError, match=re.escape("bucket_bytes=0: a bucket holds at least one byte")):
-        pack("a", [1], [4], 0)
+    with pytest.raises(ValueError, match=re.escape("bucket_bytes=-1: a number of bytes; 0 leaves every array")):
+        pack("a", [1], [4], -1)

@@ -36,18 +36,49 @@ def with_linen():
     return model.init(jax.random.key(0), X), model.apply
 
 
-MODELS = {"plain": plain, "nnx": with_nnx, "linen": with_linen}
+@jax.tree_util.register_pytree_node_class
+class Layered:
+    """A model that is a pytree of itself, functions and sizes aside, as equinox has them."""
+
+    def __init__(self, weights, biases, activation):
+        self.weights, self.biases, self.activation = weights, biases, activation
+
+    def __call__(self, x):
+        for w, b in zip(self.weights, self.biases, strict=True):
+            x = self.activation(x @ w + b)
+        return x
+
+    def tree_flatten(self):
+        return (self.weights, self.biases), self.activation
+
+    @classmethod
+    def tree_unflatten(cls, activation, children):
+        return cls(*children, activation)
+
+
+def with_modules():
+    rng = np.random.default_rng(3)
+    sizes = [(3, 8), (8, 4)]
+    model = Layered([rng.normal(size=s) for s in sizes], [rng.normal(size=s[1]) for s in sizes], jnp.tanh)
+    return model, lambda model, x: model(x)
+
+
+def with_nnx_itself():
+    return nnx.Linear(3, 4, rngs=nnx.Rngs(0)), lambda model, x: model(x)
+
+
+MODELS = {"plain": plain, "nnx": with_nnx, "linen": with_linen, "pytree": with_modules, "nnx itself": with_nnx_itself}
 
 
 def mean_loss(apply):
     return lambda p, x, y: jnp.mean((apply(p, x) - y) ** 2)
 
 
-def close(got, wanted):
+def close(got, wanted, rtol=1e-10):
     got, wanted = jax.tree.leaves(got, is_leaf=lambda x: isinstance(x, sk.PartialArray)), jax.tree.leaves(wanted)
     for ours, theirs in zip(got, wanted, strict=True):
         ours = ours.reduce() if isinstance(ours, sk.PartialArray) else ours
-        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=rtol, atol=1e-12)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -58,7 +89,7 @@ def test_against_one_device(model, count, microbatches, mesh_for):
     mesh = mesh_for({"dp": count})
     params, apply = MODELS[model]()
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
-    wanted = jax.value_and_grad(mean_loss(apply))(params, X, Y)
+    wanted = jax.value_and_grad(mean_loss(apply), allow_int=True)(params, X, Y)
     step = jax.jit(sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh, microbatches=microbatches))
     value, grads = step(params, X, Y)
     np.testing.assert_allclose(float(value), float(wanted[0]), rtol=1e-12)
@@ -255,6 +286,54 @@ def test_refused(arguments, message, kind, mesh_for):
         sk.value_and_grad(mean_loss(apply), mesh=mesh, **arguments)(params, X, Y)
 
 
+def test_state_that_is_no_parameter(mesh_for):
+    """Running averages, counts and keys of a Flax model: floats are differentiated, the others get zeros."""
+    mesh = mesh_for({"dp": 4})
+    model = nnx.Sequential(
+        nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    )
+    model.eval()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, x):
+        return jnp.mean(nnx.merge(graph, params, rest)(x) ** 2)
+
+    wanted = jax.grad(loss)(params, rest, X)
+    # `rest` is an argument of the loss like any other: what has no examples in it is to be closed over.
+    _, grads = jax.jit(sk.value_and_grad(lambda p, x: loss(p, rest, x), batch_axes="dp", mesh=mesh))(params, X)
+    close(grads, wanted, rtol=1e-5)
+    whole, counted = (
+        sk.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2), batch_axes="dp", mesh=mesh)(model, X)[1],
+        nnx.state(model, nnx.RngCount),
+    )
+    assert jax.tree.structure(whole) == jax.tree.structure(model) and jax.tree.leaves(counted)
+
+
+def test_explicit_zero_counts(mesh_for):
+    """Outside jit an error; within, no number."""
+    mesh = mesh_for({"dp": 4})
+    step = sk.value_and_grad(lambda w, x, m: (jnp.sum(w * x[:, 0] * m), jnp.sum(m)), batch_axes="dp", mesh=mesh)
+    with refuses("the counts that the loss returned sum to zero over the whole batch"):
+        step(jnp.ones(()), X, np.zeros(16))
+    value, _ = jax.jit(step)(jnp.ones(()), X, np.zeros(16))
+    assert np.isnan(float(value))
+
+
+def test_placements_that_jit_hides(mesh_for):
+    """Said, the gradient of a column-sharded weight is cut like it, and nothing crosses that axis for it."""
+    mesh = mesh_for({"dp": 4, "tp": 2})
+    params, apply = plain()
+    placed = {"w": sk.shard_tensor(params["w"], [R, S(1)], mesh), "b": sk.shard_tensor(params["b"], [R, S(0)], mesh)}
+    wanted = jax.grad(mean_loss(apply))(params, X, Y)
+    for said in (placed, {"w": [R, S(1)], "b": {"tp": S(0)}}, jax.tree.map(lambda x: x.sharding, placed)):
+        step = sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh, param_placements=said)
+        _, grads = jax.jit(step)(placed, X, Y)
+        assert grads["w"].placements == (sk.Partial("mean"), S(1))
+        close(grads, wanted)
+    report = sk.collectives(lambda p, x, y: sk.reduce_gradients(step(p, x, y)[1], axis="dp"), placed, X, Y)
+    assert all(e.axes == ("dp",) for e in report if e.bytes > 64)
+
+
 def test_refused_in_words(mesh_for):
     params, apply = plain()
     mesh = mesh_for({"dp": 4})
@@ -262,7 +341,12 @@ def test_refused_in_words(mesh_for):
         sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh)(params, X[:10], Y[:10])
     with refuses("the loss must be a scalar", TypeError):
         sk.value_and_grad(lambda p, x: x @ p["w"], batch_axes="dp", mesh=mesh)(params, X)
+    with refuses("the loss must be a real float to be differentiated, got int", TypeError):
+        sk.value_and_grad(lambda p, x: jnp.sum(x > 0), batch_axes="dp", mesh=mesh)(params, X)
     with refuses('a loss that returns (sum, count) is a mean; give reduce="mean"'):
         sk.value_and_grad(lambda p, x: (jnp.sum(x @ p["w"]), 1), batch_axes="dp", mesh=mesh, reduce="sum")(params, X)
+    other = {"w": sk.shard_tensor(params["w"], [R], mesh_for({"tp": 2})), "b": params["b"]}
+    with refuses("lives on mesh {'tp': 2}, others on {'dp': 4}"):
+        sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh)(other, X, Y)
     with refuses("value_and_grad found no mesh"):
         sk.value_and_grad(mean_loss(apply), batch_axes="dp")(params, X, Y)

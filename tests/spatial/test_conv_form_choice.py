@@ -11,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-import shardkit as sk
 from shardkit.spatial.convolution.blocks import cut_into_chunks, from_chunks, to_chunks, why_not_chunks
 from shardkit.spatial.convolution.local import input_gradient_conv
-from shardkit.spatial.convolution.method import METHODS, Regime, choose_form, platform_of, regime_of
+from shardkit.spatial.convolution.method import METHODS, Regime, choose_form, regime_of
 from shardkit.spatial.convolution.overlap import Edge, edges, why_not_overlap
 from shardkit.spatial.convolution.spec import Chunks
 from shardkit.spatial.windows import Window, shard_window
@@ -235,11 +234,6 @@ def test_the_regime_of_a_grouped_convolution():
     block, kernel = (3, 8, 16, 128), case.shapes()[1]
     found = regime_of(case.local_conv(), "tpu", block, kernel, free=True)
     assert found == Regime("tpu", images=3, images_known=False, elements=8 * 16, features=32)
-
-
-def test_the_platform_of_meshes():
-    mesh = sk.make_mesh({"sp": 4})
-    assert platform_of(mesh) == platform_of(mesh.abstract_mesh) == jax.default_backend()
 
 
 def on_the_wire(conv):

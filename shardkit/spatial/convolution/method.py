@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from shardkit.spatial.convolution.blocks import cut_into_chunks, why_not_chunks
 from shardkit.spatial.convolution.overlap import why_not_overlap
@@ -131,11 +128,3 @@ def regime_of(conv: LocalConv, platform: str, block: Sequence[int], kernel: Sequ
         elements=math.prod(block[d] for d in conv.lhs_spec[2:]),
         features=min(kernel[conv.rhs_spec[1]], kernel[conv.rhs_spec[0]] // conv.feature_groups),
     )
-
-
-def platform_of(mesh: Any) -> str:
-    """ "cpu", "gpu", "tpu", ... of a mesh, concrete or abstract."""
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh.devices.flat[0].platform
-    device = getattr(mesh, "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()

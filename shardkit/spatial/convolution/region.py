@@ -11,11 +11,12 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
+from shardkit.meshes import platform_of
 from shardkit.placements import axes_size, entry_names
 from shardkit.spatial.convolution.apply import Indices
 from shardkit.spatial.convolution.args import ConvCall
 from shardkit.spatial.convolution.local import local_conv
-from shardkit.spatial.convolution.method import choose_form, platform_of, regime_of
+from shardkit.spatial.convolution.method import choose_form, regime_of
 from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.operands import (

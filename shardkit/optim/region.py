@@ -1,0 +1,196 @@
+"""What each device does in `value_and_grad`: gradients of its part of the batch, slice by slice, nothing reduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from shardkit._compat import spec_entries, varying_axes
+from shardkit.optim.batch import Leaf, entering
+from shardkit.optim.parameters import Parameter
+from shardkit.placements import AnyMesh
+
+
+class Region:
+    """What each device does: gradients of its part, slice by slice. Made for one call."""
+
+    def __init__(
+        self,
+        loss: Callable,
+        mesh: AnyMesh,
+        axes: Mapping[str, int],
+        parameters: Sequence[Parameter],
+        leaves: Sequence[Leaf],
+        reduce: str,
+        slices: int,
+        accumulator_dtype: Any,
+    ):
+        self._loss, self._mesh, self._names = loss, mesh, tuple(axes)
+        self._parameters = parameters
+        self._leaves, self._mean, self._slices = leaves, reduce == "mean", slices
+        self._dtype = accumulator_dtype
+        # Known once the loss has been traced.
+        self._kind = "sum"
+        self._varies: tuple[str, ...] = ()
+        self._aux_tree: Any = None
+        self._aux_is_array: list[bool] = []
+
+    def __call__(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any]) -> Any:
+        """(value, its count or None, aux, stacked gradients of ``own``, the kind of reduction they wait for)."""
+        names, mesh = self._names, self._mesh
+        sizes = tuple(mesh.shape[n] for n in names)
+        # Each device is handed its position: it can't ask for it where other axes are left to the compiler.
+        positions = jnp.arange(math.prod(sizes)).reshape(sizes)
+        if AxisType.Explicit in mesh.axis_types:
+            positions = jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*names)))
+        whole, part = PartitionSpec(), PartitionSpec(*names)
+        region = jax.shard_map(
+            self._body,
+            mesh=mesh,
+            in_specs=([p.spec for p in self._parameters], whole, [leaf.spec for leaf in self._leaves], part),
+            out_specs=(whole, whole, whole, part, part),
+            axis_names=set(names),
+        )
+        own = [entering(x, p.spec, names, mesh) for x, p in zip(own, self._parameters, strict=True)]
+        data = [
+            entering(x, leaf.spec, names, mesh) if leaf.kind == "batch" else x
+            for x, leaf in zip(data, self._leaves, strict=True)
+        ]
+        out = jax.jit(region, inline=True)(own, list(fixed), data, positions)
+        value, count, scalars, arrays, stacks = out
+        merged = iter([a.reshape(-1, *a.shape[len(names) + 1 :]) for a in arrays])
+        scalars = iter(scalars)
+        aux = [next(merged if is_array else scalars) for is_array in self._aux_is_array]
+        return value, count, jax.tree.unflatten(self._aux_tree, aux), stacks, self._kind
+
+    def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], position: jax.Array) -> Any:
+        blocks = [_varying(x, self._names) for x in own]
+
+        def loss(points: Sequence[Any], data: Sequence[Any]) -> Any:
+            seen = [p.seen(block, point) for block, point, p in zip(blocks, points, self._parameters, strict=True)]
+            return self._loss(seen, fixed, data)
+
+        run = self._one if self._slices == 1 else self._scan
+        total, count, grads, aux = run(loss, blocks, data, position.reshape(()))
+        value, count, grads = self._over_devices(total, count, grads)
+        scalars, arrays = self._aux_over_devices(aux)
+        return value, count, scalars, arrays, [self._stacked(g) for g in grads]
+
+    def _one(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array, number: Any = 0) -> Any:
+        """(loss, count, gradients, aux) of one slice."""
+        key = position * self._slices + number
+        data = [
+            jax.random.fold_in(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)
+        ]
+
+        def scalar(points: Any) -> Any:
+            value, count, aux = loss(points, data)
+            return value, (count, aux)
+
+        points = [self._point(block, p) for block, p in zip(blocks, self._parameters, strict=True)]
+        total, pull, (count, aux) = jax.vjp(scalar, points, has_aux=True)
+        gathered = {id(x): i for i, (x, p) in enumerate(zip(points, self._parameters, strict=True)) if p.eager}
+        if gathered:
+            pull = self._gathering_again(pull, gathered, blocks, total)
+        (grads,) = pull(_varying(jnp.ones((), total.dtype), varying_axes(total)))
+        # A loss that the user has summed over an axis doesn't vary along it, and isn't to be summed again.
+        self._varies = tuple(n for n in self._names if n in varying_axes(total))
+        total, count = (None if x is None else _varying(jnp.asarray(x), self._names) for x in (total, count))
+        return total, count, grads, aux
+
+    def _point(self, block: jax.Array, p: Parameter) -> jax.Array:
+        """What is differentiated: the parameter, or, where the loss is to gather it, a slot for its gradient."""
+        if p.gather is None:
+            return block
+        return _varying(jnp.zeros(p.shape, block.dtype), self._names) if p.lazily else p.gather(block)
+
+    def _gathering_again(self, pull: Any, gathered: Mapping[int, int], blocks: Sequence[Any], total: Any) -> Any:
+        """The backward pass, with parameters gathered once more in place of what forward has gathered.
+
+        It keeps what it needs of forward as leaves, and those that are parameters are these very objects.
+        """
+        leaves, tree = jax.tree.flatten(pull)
+        needed = sorted({gathered[id(x)] for x in leaves if id(x) in gathered})
+        # After forward, or the compiler would take both gathers for one.
+        again, _ = lax.optimization_barrier(([blocks[i] for i in needed], total))
+        new = {i: self._parameters[i].gather(x) for i, x in zip(needed, again, strict=True)}
+        leaves = [new[gathered[id(x)]] if id(x) in gathered else x for x in leaves]
+        return jax.tree.unflatten(tree, leaves)
+
+    def _scan(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array) -> Any:
+        """The same of all slices, one after another, added up."""
+        slices = self._slices
+        cut = [leaf.kind == "batch" and spec_entries(leaf.spec)[0] is not None for leaf in self._leaves]
+        parts = [
+            x.reshape(slices, x.shape[0] // slices, *x.shape[1:]) if c else None for x, c in zip(data, cut, strict=True)
+        ]
+
+        def one(number: Any, part: Sequence[Any]) -> Any:
+            now = [p if c else x for p, x, c in zip(part, data, cut, strict=True)]
+            total, count, grads, aux = self._one(loss, blocks, now, position, number)
+            if self._dtype is not None:
+                grads = [g.astype(self._dtype) for g in grads]
+            return (total, count, grads), aux
+
+        def step(carry: Any, numbered: Any) -> Any:
+            new, aux = one(*numbered)
+            return jax.tree.map(jnp.add, carry, new), aux
+
+        shapes = jax.eval_shape(lambda: one(0, [None if p is None else p[0] for p in parts])[0])
+        start = jax.tree.map(lambda x: _varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
+        (total, count, grads), aux = lax.scan(step, start, (jnp.arange(slices), parts))
+        if self._dtype is not None:
+            grads = [g.astype(x.dtype) for g, x in zip(grads, blocks, strict=True)]
+        return total, count, grads, jax.tree.map(self._aux_over_slices, aux)
+
+    def _aux_over_slices(self, x: Any) -> Any:
+        if x.ndim > 1:
+            return x.reshape(-1, *x.shape[2:])
+        averaged = self._mean and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.mean() if averaged else x.sum()
+
+    def _over_devices(self, total: Any, count: Any, grads: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """The value of the whole batch, its count, and gradients such that their reduction is its gradient."""
+        names, sizes = self._names, self._mesh.shape
+        parts = math.prod(sizes[n] for n in self._varies)
+        copies = math.prod(sizes[n] for n in names) // parts
+        total = lax.psum(total, names) / copies
+        if count is not None:
+            count = lax.psum(count, names) / copies
+            return total / count, count, [g / count.astype(g.dtype) for g in grads]
+        if not self._mean:
+            return total, None, list(grads)
+        if self._varies == names:
+            self._kind = "mean"  # divided after they are summed: no small gradient is lost before
+            return total / (parts * self._slices), None, [g / self._slices for g in grads]
+        return total / (parts * self._slices), None, [g / (parts * self._slices) for g in grads]
+
+    def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
+        leaves, self._aux_tree = jax.tree.flatten(aux)
+        leaves = [jnp.asarray(x) for x in leaves]
+        self._aux_is_array = [x.ndim > 0 for x in leaves]
+        return [self._scalar(x) for x in leaves if not x.ndim], [self._stacked(x) for x in leaves if x.ndim]
+
+    def _scalar(self, x: Any) -> Any:
+        varies = tuple(n for n in self._names if n in varying_axes(x))
+        if not varies:
+            return x
+        if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
+            return lax.pmean(x, varies)
+        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
+
+    def _stacked(self, x: Any) -> Any:
+        x = _varying(x, self._names)
+        return x.reshape((1,) * len(self._names) + x.shape)
+
+
+def _varying(x: Any, names: Sequence[str]) -> Any:
+    """``x`` as a value that may differ along the axes: its gradient is each device's own."""
+    missing = tuple(n for n in names if n not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
