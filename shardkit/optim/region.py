@@ -98,7 +98,7 @@ class Region:
         gathered = {id(x): i for i, (x, p) in enumerate(zip(points, self._parameters, strict=True)) if p.eager}
         if gathered:
             pull = self._gathering_again(pull, gathered, blocks, total)
-        (grads,) = pull(_varying(jnp.ones((), total.dtype), varying_axes(total)))
+        (grads,) = pull(_varying(jnp.ones((), total.dtype), sorted(varying_axes(total))))
         # A loss that the user has summed over an axis doesn't vary along it, and isn't to be summed again.
         self._varies = tuple(n for n in self._names if n in varying_axes(total))
         total, count = (None if x is None else _varying(jnp.asarray(x), self._names) for x in (total, count))
@@ -119,7 +119,7 @@ class Region:
         needed = sorted({gathered[id(x)] for x in leaves if id(x) in gathered})
         # After forward, or the compiler would take both gathers for one.
         again, _ = lax.optimization_barrier(([blocks[i] for i in needed], total))
-        new = {i: self._parameters[i].gather(x) for i, x in zip(needed, again, strict=True)}
+        new = {i: self._point(x, self._parameters[i]) for i, x in zip(needed, again, strict=True)}
         leaves = [new[gathered[id(x)]] if id(x) in gathered else x for x in leaves]
         return jax.tree.unflatten(tree, leaves)
 

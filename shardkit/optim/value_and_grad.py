@@ -27,6 +27,7 @@ def value_and_grad(
     mesh: AnyMesh | None = None,
     reduce: str = "mean",
     microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     accumulator_dtype: Any = None,
     param_placements: Any = None,
     gather: str | None = None,
@@ -49,6 +50,8 @@ def value_and_grad(
       mesh: else that of the arguments, or the ambient one.
       reduce: "mean" or "sum": what the loss over the whole batch is of those of its parts.
       microbatches: each device takes its part in so many slices, one after another, and adds gradients up locally.
+      batch_argnums: which arguments hold examples, and are cut; others are the same everywhere (state that a model
+        reads, say), but for random keys. None: all that aren't differentiated.
       accumulator_dtype: of that sum; None: the gradients' own.
       param_placements: where the differentiated arguments live, in their structure (of the one argument, or a tuple):
         placements in any form, shardings, or the arrays as they are outside ``jit``. None: read from the arguments,
@@ -88,8 +91,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any) -> Any:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        numbers = tuple(n % len(args) for n in numbers)
+        numbers = _numbers(argnums, len(args))
         where = concrete_mesh(resolve_mesh(mesh, *jax.tree.leaves(args), what="value_and_grad"))
         axes = read_batch_axes(batch_axes, where)
         taken = [name for name in axes if name in manual_axes()]
@@ -98,10 +100,11 @@ def value_and_grad(
                 f"value_and_grad: mesh axes {taken} are manual here (inside jax.shard_map); call it outside, or "
                 "jax.value_and_grad on this device's part"
             )
-        params = _Split([args[n] for n in numbers], lambda x: Leaf(_kind_of_parameter(x)))
+        params = _Split([args[n] for n in numbers], lambda _, x: Leaf(_kind_of_parameter(x)))
+        holding = _numbers(batch_argnums, len(args)) if batch_argnums is not None else range(len(args))
         batch = _Split(
             [() if i in numbers else a for i, a in enumerate(args)],
-            lambda x: read_leaf(x, axes, where, microbatches),
+            lambda i, x: read_leaf(x, axes if i in holding else {}, where, microbatches),
         )
 
         def loss(own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any]) -> Any:
@@ -131,6 +134,18 @@ def value_and_grad(
     return wrapped
 
 
+def _numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """Counted from the front.
+
+    Raises:
+      ValueError: there's no such argument.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(not -count <= n < count for n in numbers):
+        raise ValueError(f"value_and_grad: argument numbers {numbers}, but the loss was called with {count} arguments")
+    return tuple(n % count for n in numbers)
+
+
 def _is_flat(x: Any) -> bool:
     return isinstance(x, FlatShard)
 
@@ -146,9 +161,10 @@ def _kind_of_parameter(x: Any) -> str:
 class _Split:
     """Trees taken apart: arrays with what becomes of them, all else aside."""
 
-    def __init__(self, trees: Sequence[Any], read: Callable[[Any], Leaf]):
-        found, self._tree = jax.tree.flatten(list(trees), is_leaf=_is_flat)
-        every = [read(x) for x in found]
+    def __init__(self, trees: Sequence[Any], read: Callable[[int, Any], Leaf]):
+        named, self._tree = jax.tree_util.tree_flatten_with_path(list(trees), is_leaf=_is_flat)
+        found = [x for _, x in named]
+        every = [read(path[0].idx, x) for path, x in named]
         self._every = every
         self._statics = [x for x, leaf in zip(found, every, strict=True) if leaf.kind == "static"]
         self.leaves = [leaf for leaf in every if leaf.kind != "static"]
