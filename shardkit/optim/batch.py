@@ -47,10 +47,12 @@ class Leaf:
       kind: "batch" (cut by the batch axes), "whole" (every device has all of it), "key" (a random key, another for each
         device and microbatch) or "static" (no array).
       spec: how it enters.
+      sliced: microbatches cut its dim 0.
     """
 
     kind: str
     spec: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
+    sliced: bool = False
 
 
 def read_leaf(x: Any, axes: Mapping[str, int], mesh: AnyMesh, microbatches: int) -> Leaf:
@@ -65,21 +67,23 @@ def read_leaf(x: Any, axes: Mapping[str, int], mesh: AnyMesh, microbatches: int)
         return Leaf("key")
     if x.ndim == 0:
         return Leaf("whole")
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {0: []} if axes and microbatches > 1 else {}
     for name, dim in axes.items():
         if dim < x.ndim:
             names.setdefault(dim, []).append(name)
     for dim, cutting in names.items():
         parts = int(np.prod([mesh.shape[n] for n in cutting])) * (microbatches if dim == 0 else 1)
         if x.shape[dim] % parts:
+            old = x.dtype == np.uint32 and x.shape == (2,)
+            hint = " (if it's a random key, make it with jax.random.key)" if old else ""
             times = f" times {microbatches} microbatches" if dim == 0 and microbatches > 1 else ""
             raise ValueError(
                 f"a batch leaf of shape {x.shape} has {x.shape[dim]} elements in dim {dim}, which mesh axes {cutting} "
                 f"of size {parts // (microbatches if dim == 0 else 1)}{times} do not divide; pad the batch (and weigh "
-                "the loss: return (sum, count)), or take another size"
+                f"the loss: return (sum, count)), or take another size{hint}"
             )
-    entries = [tuple(names[d]) if d in names else None for d in range(x.ndim)]
-    return Leaf("batch", PartitionSpec(*entries))
+    entries = [tuple(names.get(d, ())) or None for d in range(x.ndim)]
+    return Leaf("batch", PartitionSpec(*entries), 0 in names and microbatches > 1)
 
 
 def entering(x: Any, spec: PartitionSpec, names: Sequence[str], mesh: AnyMesh) -> Any:

@@ -14,6 +14,7 @@ from jax import lax
 
 from shardkit.meshes import platform_of
 from shardkit.optim.buckets import best_limit, pack
+from shardkit.optim.stored import shorter
 from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.reshard.factors import whole
@@ -85,8 +86,7 @@ def _job(x: Any, source: Layout, target: Layout, dtype: Any) -> _Job | None:
     if before == after or not kept or not even or x.size == 0:
         return None
     over = tuple(sorted(f for cut in grown(after, before).values() for f in cut))
-    short = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    return _Job(source, target, problem, (before, after), over, np.dtype(dtype if short else x.dtype))
+    return _Job(source, target, problem, (before, after), over, np.dtype(shorter(dtype, x) or x.dtype))
 
 
 @functools.lru_cache(256)

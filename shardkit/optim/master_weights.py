@@ -27,7 +27,8 @@ def master_weights(tx: optax.GradientTransformation, dtype: Any = jnp.float32) -
     Small updates add up in the copies, where a bfloat16 parameter would round each of them away. Inside
     ``sk.shard_optimizer`` the copies are sharded like all state: with bfloat16 parameters and gradients, Adam and n
     devices, 4 + 12 / n bytes a parameter. ``gather_dtype`` there may be the parameters' own: what a rounded update
-    leaves undone the next one makes up for.
+    leaves undone the next one makes up for. Wrappers that may leave a step out (``optax.apply_if_finite``) belong
+    inside.
 
     Args:
       tx: any optax transformation.

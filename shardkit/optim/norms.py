@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ def global_norm(tree: Any) -> jax.Array:
     manual = manual_axes()
     if not manual:
         return jnp.sqrt(sum(_squares(x) for x in leaves))
+    _check_types(manual)
     # One sum for all leaves that are cut by the same axes.
     parts: dict[tuple[str, ...], Any] = {}
     for x in leaves:
@@ -86,7 +87,7 @@ def all_finite(tree: Any) -> jax.Array:
     leaves = [x for x in map(_whole, jax.tree.leaves(tree, is_leaf=is_whole)) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         return jnp.array(True)
-    bad = _total([jnp.sum(~jnp.isfinite(x)) for x in leaves], leaves)
+    bad = _total([jnp.any(~jnp.isfinite(x)).astype(jnp.int32) for x in leaves], leaves)
     return bad == 0
 
 
@@ -94,9 +95,19 @@ def _total(counts: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> jax.Arra
     manual = manual_axes()
     if not manual:
         return sum(counts[1:], counts[0])
+    _check_types(manual)
     axes = tuple(sorted(frozenset().union(*(varying_axes(x) for x in leaves)) & manual))
     total = sum(counts[1:], counts[0])
     return lax.psum(total, axes) if axes else total
+
+
+def _check_types(manual: Collection[str]) -> None:
+    """Refuses a region whose types don't say what varies: a part would be taken for the whole."""
+    if not varying_axes(lax.pcast(jnp.zeros(()), tuple(sorted(manual)), to="varying")):
+        raise ValueError(
+            "global_norm, clip_by_global_norm and all_finite can't tell parts from copies inside "
+            "jax.shard_map(..., check_vma=False); leave check_vma on, or call them outside"
+        )
 
 
 def _whole(x: Any) -> jax.Array:

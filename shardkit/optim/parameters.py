@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from shardkit.arrays import PartialArray
 from shardkit.arrays.placing import constrain
 from shardkit.optim.on_use import Gather, ShardedParam
-from shardkit.optim.stored import FlatShard, found_layout, load, said_layout, shape_of
+from shardkit.optim.stored import FlatShard, found_layout, load, said_layout, shape_of, shorter
 from shardkit.placements import AnyMesh, Layout, Partial
 
 GATHERS = ("use", "layer", "step")
@@ -88,7 +88,7 @@ def _read(x: Any, where: Any, axes: Collection[str], mesh: AnyMesh, gather: str,
         whole = Layout(mesh, {}).resolved(len(shape))
         if gather == "step" or x.axis not in axes:
             return Parameter(shape, whole), load(x)
-        recipe = Gather(((-1, (x.axis,)),), shape, dtype)
+        recipe = Gather(((-1, (x.axis,)),), shape, shorter(dtype, x.flat))
         return Parameter(shape, whole, PartitionSpec(x.axis), recipe, lazily), x.flat
     layout = found_layout(x, mesh) if where is None else said_layout(where, mesh, len(shape))
     if layout is None:
@@ -104,6 +104,6 @@ def _read(x: Any, where: Any, axes: Collection[str], mesh: AnyMesh, gather: str,
     if AxisType.Explicit in mesh.axis_types:
         stays = {}  # types say it all
     back = [tuple((dim - len(shape), names) for dim, names in found.items()) for found in (cuts, stays)]
-    recipe = Gather(back[0], None, dtype, back[1])
+    recipe = Gather(back[0], None, shorter(dtype, x), back[1])
     spec = PartitionSpec(*(cuts.get(d) for d in range(len(shape))))
     return Parameter(shape, layout, spec, recipe, lazily), x

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
 from shardkit.meshes import manual_axes, mesh_of, platform_of
@@ -51,7 +52,8 @@ def reduce_gradients(
       axis: the mesh axis over which optimizer state is to be sharded.
       bucket_bytes: leaves are put together up to about so many bytes a device and collective; 0: each by itself, for
         the compiler to combine; None: what is best on the platform (``shardkit.optim.buckets.best_limit``).
-      reduce_dtype: sums of shorter floats are taken in this dtype (float32, say); None: in their own.
+      reduce_dtype: sums of shorter floats are taken in this dtype (float32, say: in float16 a mean may overflow before
+        it's divided); None: in their own.
       mesh: else that of the leaves.
 
     Returns:
@@ -94,11 +96,31 @@ def reduce_gradients(
 def reduce_to(
     leaves: Sequence[PartialArray], targets: Sequence[Layout], *, bucket_bytes: int | None, reduce_dtype: Any
 ) -> list[jax.Array]:
-    """The same for leaves that are all Partial, each to a layout: that it has, deeper cut, on one mesh."""
+    """The same for leaves that are all Partial, each to a layout on one mesh: cut as it is, and by other axes."""
     if not leaves:
         return []
-    jobs = tuple(_job(x, target, reduce_dtype) for x, target in zip(leaves, targets, strict=True))
-    return _compiled(targets[0].mesh, jobs, bucket_bytes)([x.stack for x in leaves])
+    deeper = [_deeper(x, target) for x, target in zip(leaves, targets, strict=True)]
+    jobs = tuple(_job(x, target, reduce_dtype) for x, target in zip(leaves, deeper, strict=True))
+    done = _compiled(targets[0].mesh, jobs, bucket_bytes)([x.stack for x in leaves])
+    return [
+        x if now is target else reshard(x, target.spec_for(x.ndim), target.mesh)
+        for x, now, target in zip(done, deeper, targets, strict=True)
+    ]
+
+
+def _deeper(x: PartialArray, target: Layout) -> Layout:
+    """The target with new axes behind those that cut a dim already, so that blocks are scattered as they lie.
+
+    The target itself, where that's how it is.
+    """
+    own, wanted = (layout.dim_axes(x.ndim) for layout in (x.layout.on(target.mesh), target))
+    entries = []
+    for dim in range(x.ndim):
+        have, want = own.get(dim, ()), wanted.get(dim, ())
+        entries.append(have + tuple(n for n in want if n not in have) or None)
+    if all(entry == wanted.get(dim) for dim, entry in enumerate(entries)):
+        return target
+    return Layout(target.mesh, PartitionSpec(*entries)).resolved(x.ndim)
 
 
 def _one_mesh(leaves: Sequence[Any], mesh: AnyMesh | None) -> AnyMesh | None:
@@ -109,7 +131,7 @@ def _one_mesh(leaves: Sequence[Any], mesh: AnyMesh | None) -> AnyMesh | None:
             continue
         if found is None:
             found = own
-        if dict(found.shape) != dict(own.shape):
+        if tuple(found.shape.items()) != tuple(own.shape.items()):
             raise ValueError(
                 f"reduce_gradients: leaves live on different meshes, {dict(found.shape)} and {dict(own.shape)}; "
                 "sk.reshard them to one"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardkit._compat import spec_entries, varying_axes
+from shardkit._compat import varying_axes
 from shardkit.optim.batch import Leaf, entering
 from shardkit.optim.parameters import Parameter
 from shardkit.placements import AnyMesh
@@ -72,25 +72,24 @@ class Region:
     def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], position: jax.Array) -> Any:
         blocks = [_varying(x, self._names) for x in own]
 
-        def loss(points: Sequence[Any], data: Sequence[Any]) -> Any:
+        def loss(points: Sequence[Any], data: Sequence[Any], number: jax.Array) -> Any:
             seen = [p.seen(block, point) for block, point, p in zip(blocks, points, self._parameters, strict=True)]
-            return self._loss(seen, fixed, data)
+            return self._loss(seen, [_key_of(x, number) for x in fixed], data)
 
         run = self._one if self._slices == 1 else self._scan
         total, count, grads, aux = run(loss, blocks, data, position.reshape(()))
         value, count, grads = self._over_devices(total, count, grads)
+        grads = [g.astype(x.dtype) for g, x in zip(grads, blocks, strict=True)]
         scalars, arrays = self._aux_over_devices(aux)
         return value, count, scalars, arrays, [self._stacked(g) for g in grads]
 
     def _one(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array, number: Any = 0) -> Any:
         """(loss, count, gradients, aux) of one slice."""
         key = position * self._slices + number
-        data = [
-            jax.random.fold_in(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)
-        ]
+        data = [_key_of(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)]
 
         def scalar(points: Any) -> Any:
-            value, count, aux = loss(points, data)
+            value, count, aux = loss(points, data, key)
             return value, (count, aux)
 
         points = [self._point(block, p) for block, p in zip(blocks, self._parameters, strict=True)]
@@ -126,7 +125,7 @@ class Region:
     def _scan(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array) -> Any:
         """The same of all slices, one after another, added up."""
         slices = self._slices
-        cut = [leaf.kind == "batch" and spec_entries(leaf.spec)[0] is not None for leaf in self._leaves]
+        cut = [leaf.sliced for leaf in self._leaves]
         parts = [
             x.reshape(slices, x.shape[0] // slices, *x.shape[1:]) if c else None for x, c in zip(data, cut, strict=True)
         ]
@@ -145,8 +144,6 @@ class Region:
         shapes = jax.eval_shape(lambda: one(0, [None if p is None else p[0] for p in parts])[0])
         start = jax.tree.map(lambda x: _varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
         (total, count, grads), aux = lax.scan(step, start, (jnp.arange(slices), parts))
-        if self._dtype is not None:
-            grads = [g.astype(x.dtype) for g, x in zip(grads, blocks, strict=True)]
         return total, count, grads, jax.tree.map(self._aux_over_slices, aux)
 
     def _aux_over_slices(self, x: Any) -> Any:
@@ -163,13 +160,13 @@ class Region:
         total = lax.psum(total, names) / copies
         if count is not None:
             count = lax.psum(count, names) / copies
-            return total / count, count, [g / count.astype(g.dtype) for g in grads]
+            return total / count, count, [_divided(g, count) for g in grads]
         if not self._mean:
             return total, None, list(grads)
         if self._varies == names:
             self._kind = "mean"  # divided after they are summed: no small gradient is lost before
-            return total / (parts * self._slices), None, [g / self._slices for g in grads]
-        return total / (parts * self._slices), None, [g / (parts * self._slices) for g in grads]
+            return total / (parts * self._slices), None, [_divided(g, self._slices) for g in grads]
+        return total / (parts * self._slices), None, [_divided(g, parts * self._slices) for g in grads]
 
     def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
         leaves, self._aux_tree = jax.tree.flatten(aux)
@@ -178,7 +175,9 @@ class Region:
         return [self._scalar(x) for x in leaves if not x.ndim], [self._stacked(x) for x in leaves if x.ndim]
 
     def _scalar(self, x: Any) -> Any:
-        varies = tuple(n for n in self._names if n in varying_axes(x))
+        # Over the axes that the loss varies along, even where this doesn't: a number of examples is to be added up.
+        varies = tuple(n for n in self._names if n in varying_axes(x) or n in self._varies)
+        x = _varying(x, varies)
         if not varies:
             return x
         if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
@@ -188,6 +187,16 @@ class Region:
     def _stacked(self, x: Any) -> Any:
         x = _varying(x, self._names)
         return x.reshape((1,) * len(self._names) + x.shape)
+
+
+def _key_of(x: Any, number: jax.Array) -> Any:
+    """A random key's own one for each device and slice; anything else as it is."""
+    return jax.random.fold_in(x, number) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim else x
+
+
+def _divided(x: jax.Array, by: Any) -> jax.Array:
+    """A quotient in at least float32: in short floats a count may be infinite, or the sum of the slices' gradients."""
+    return x if isinstance(by, int) and by == 1 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) / by
 
 
 def _varying(x: Any, names: Sequence[str]) -> Any:

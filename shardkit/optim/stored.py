@@ -61,6 +61,12 @@ def load(x: Any) -> Any:
     return flat[: math.prod(x.shape)].reshape(x.shape)
 
 
+def shorter(dtype: Any, x: Any) -> Any:
+    """``dtype``, if it's a shorter float than the array's; else None."""
+    both = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(x.dtype, jnp.floating)
+    return dtype if both and jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits else None
+
+
 def shape_of(x: Any) -> tuple[int, ...]:
     """The shape that an optimizer or a model sees."""
     return x.shape if isinstance(x, FlatShard) else tuple(jnp.shape(x))
@@ -76,7 +82,7 @@ def found_layout(x: Any, mesh: AnyMesh) -> Layout | None:
         layout = layout_of(x).resolved(len(x.shape))
     except ValueError:
         return None
-    if dict(layout.mesh.shape) != dict(mesh.shape):
+    if tuple(layout.mesh.shape.items()) != tuple(mesh.shape.items()):
         raise ValueError(
             f"an array of shape {tuple(x.shape)} lives on mesh {dict(layout.mesh.shape)}, others on "
             f"{dict(mesh.shape)}; sk.reshard(x, placements, mesh) brings it there"

@@ -43,15 +43,16 @@ def value_and_grad(
         ``(sum, count)``, whose totals over all devices and microbatches are divided: right where counts differ.
       argnums: which arguments are differentiated: pytrees; their integer leaves get zeros, other leaves are passed on.
       has_aux: ``fun`` returns ``(loss, aux)``. Of aux, float scalars are averaged (added up for ``reduce="sum"``),
-        integer and bool scalars added up, and arrays put together along dim 0.
+        integer and bool scalars added up, over devices and slices, and arrays put together along dim 0.
       batch_axes: the mesh axes that cut dim 0 of every array in the other arguments; a mapping from axis to dim for
         others (``{"dp": 0, "sp": 2}``; a leaf that hasn't the dim isn't cut by that axis). Scalars are the same
-        everywhere; a random key (``jax.random.key``) is another one on each device and for each microbatch.
+        everywhere; a random key (``jax.random.key``, in a model's state too) is another one on each device and for each
+        microbatch.
       mesh: else that of the arguments, or the ambient one.
       reduce: "mean" or "sum": what the loss over the whole batch is of those of its parts.
       microbatches: each device takes its part in so many slices, one after another, and adds gradients up locally.
       batch_argnums: which arguments hold examples, and are cut; others are the same everywhere (state that a model
-        reads, say), but for random keys. None: all that aren't differentiated.
+        reads, say), but for random keys. None: all that aren't differentiated, those given by name too.
       accumulator_dtype: of that sum; None: the gradients' own.
       param_placements: where the differentiated arguments live, in their structure (of the one argument, or a tuple):
         placements in any form, shardings, or the arrays as they are outside ``jit``. None: read from the arguments,
@@ -90,9 +91,9 @@ def value_and_grad(
     gather = gather or ("use" if microbatches == 1 else "step")
 
     @functools.wraps(fun)
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         numbers = _numbers(argnums, len(args))
-        where = concrete_mesh(resolve_mesh(mesh, *jax.tree.leaves(args), what="value_and_grad"))
+        where = concrete_mesh(resolve_mesh(mesh, *jax.tree.leaves((args, kwargs)), what="value_and_grad"))
         axes = read_batch_axes(batch_axes, where)
         taken = [name for name in axes if name in manual_axes()]
         if taken:
@@ -101,18 +102,18 @@ def value_and_grad(
                 "jax.value_and_grad on this device's part"
             )
         params = _Split([args[n] for n in numbers], lambda _, x: Leaf(_kind_of_parameter(x)))
-        holding = _numbers(batch_argnums, len(args)) if batch_argnums is not None else range(len(args))
+        holding = _numbers(batch_argnums, len(args)) if batch_argnums is not None else range(len(args) + 1)
         batch = _Split(
-            [() if i in numbers else a for i, a in enumerate(args)],
+            [*(() if i in numbers else a for i, a in enumerate(args)), kwargs],
             lambda i, x: read_leaf(x, axes if i in holding else {}, where, microbatches),
         )
 
         def loss(own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any]) -> Any:
             values = iter(params.join(own, fixed))
-            rebuilt = batch.join(data, ())
+            *rebuilt, named = batch.join(data, ())
             for n in numbers:
                 rebuilt[n] = next(values)
-            return _read_loss(fun(*rebuilt), has_aux, reduce)
+            return _read_loss(fun(*rebuilt, **named), has_aux, reduce)
 
         own, fixed = params.take("own"), params.take("fixed")
         known = None

@@ -226,7 +226,8 @@ def _contribution(step: Step) -> tuple[dict[int, tuple[int, ...]], tuple[int, ..
 
 def grown(small: State, large: State) -> dict[int, tuple[int, ...]]:
     """The factors that cut each dim in ``large`` on top of those in ``small``, major first."""
-    pairs = enumerate(zip(small.dims, large.dims, strict=True))
+    pairs = list(enumerate(zip(small.dims, large.dims, strict=True)))
+    assert all(b[: len(a)] == a for _, (a, b) in pairs if len(b) > len(a)), (small, large)
     return {d: b[len(a) :] for d, (a, b) in pairs if len(b) > len(a)}
 
 

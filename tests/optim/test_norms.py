@@ -99,3 +99,14 @@ def test_all_finite_within_a_manual_region(mesh_for):
     )
     assert bool(f(jnp.ones(8)))
     assert not bool(f(jnp.ones(8).at[7].set(jnp.nan)))
+
+
+@pytest.mark.parametrize("ask", [lambda x: sk.global_norm([x]), lambda x: sk.all_finite([x])], ids=["norm", "finite"])
+def test_regions_without_types(ask, mesh_for):
+    """Where types don't say what varies, one device's part would pass for the whole."""
+    mesh = mesh_for({"dp": 4})
+    region = {"mesh": mesh, "in_specs": jax.P("dp"), "out_specs": jax.P()}
+    ask_all = jax.shard_map(ask, **region)
+    assert ask_all(jnp.ones(16)) == ask(jnp.ones(16))
+    with pytest.raises(ValueError, match="can't tell parts from copies"):
+        jax.shard_map(ask, **region, check_vma=False)(jnp.ones(16))

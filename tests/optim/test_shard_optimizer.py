@@ -197,6 +197,33 @@ def test_where_dims_are_ordered_otherwise(mesh_for):
     np.testing.assert_array_equal(np.asarray(updates["w"]), -np.arange(24.0).reshape(8, 3))
 
 
+ORDERS = [jax.P(("dp", "tp")), jax.P(("fsdp", "tp")), jax.P(("dp", "fsdp", "tp")), jax.P(("fsdp", "tp"), "dp")]
+
+
+@pytest.mark.parametrize("spec", ORDERS, ids=str)
+@pytest.mark.parametrize("fuse", ["reduce_scatter", "all_reduce"])
+def test_a_batch_axis_outside_another_on_one_dim(fuse, spec, mesh_for):
+    """Gradients lie cut by the inner axis alone: scattered as they lie, and put in the parameter's order then."""
+    mesh = mesh_for({"dp": 2, "fsdp": 2, "tp": 2})
+    w = np.random.default_rng(0).normal(size=(8, 8))
+    placed = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+
+    def half(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    tx = sk.shard_optimizer(optax.sgd(1.0), sk.ShardingStage1("dp"), fuse=fuse)
+    state = tx.init(placed)
+
+    @jax.jit
+    def step(w, state, x):
+        _, grads = sk.value_and_grad(half, batch_axes=("dp", "fsdp"), mesh=mesh)(w, x)
+        return tx.update(grads, state, w)
+
+    updates, _ = step(placed, state, X)
+    np.testing.assert_allclose(np.asarray(updates), -np.asarray(jax.grad(half)(w, X)), rtol=1e-9)
+    assert updates.sharding.is_equivalent_to(placed.sharding, 2)
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, 256, None])
 def test_buckets(bucket_bytes, mesh_for):
     """The same values; collectives there and back as many as buckets, whatever the number of parameters."""

@@ -207,6 +207,23 @@ def test_gathered_in_another_dtype(mesh_for):
     assert entry.bytes <= 3 / 4 * w.size * 4  # a CPU may widen bfloat16 for itself
 
 
+@pytest.mark.parametrize(("dtype", "travels"), [("complex64", jnp.bfloat16), ("bfloat16", jnp.float32)])
+def test_only_longer_floats_are_shortened(dtype, travels, mesh_for):
+    mesh = mesh_for({"dp": 4})
+    w = jnp.asarray(RNG.normal(size=(8, 4)) * (1 + 1j if dtype == "complex64" else 1), dtype)
+    cut = sk.shard_params(w, "dp", mesh)
+
+    def mean(w, x):
+        return jnp.mean(jnp.abs(x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+
+    keywords = {"batch_axes": "dp", "mesh": mesh, "param_placements": cut}
+    plain, short = (
+        jax.jit(sk.value_and_grad(mean, gather_dtype=d, **keywords))(cut, X.astype(np.float32)) for d in (None, travels)
+    )
+    assert float(plain[0]) == float(short[0])
+    np.testing.assert_array_equal(np.asarray(plain[1].stack), np.asarray(short[1].stack))
+
+
 def test_nnx(mesh_for):
     """A model whose state is cut."""
     mesh = mesh_for({"dp": 4})

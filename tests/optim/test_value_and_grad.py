@@ -213,6 +213,72 @@ def test_random_keys_differ(mesh_for):
     assert noise.shape == (16,) and len(np.unique(np.asarray(noise))) == 16
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_slices_where_no_axis_cuts_dim_0(reduce, mesh_for):
+    """They are cut from it all the same."""
+    mesh = mesh_for({"dp": 4})
+    fold = {"sum": jnp.sum, "mean": jnp.mean}[reduce]
+    x, w = X[:, :1] * np.ones((16, 8)), np.float64(0.7)
+    step = sk.value_and_grad(
+        lambda w, x: fold((x * w) ** 2), batch_axes={"dp": 1}, mesh=mesh, reduce=reduce, microbatches=2
+    )
+    value, grad = jax.jit(step)(w, x)
+    wanted = jax.value_and_grad(lambda w: fold((x * w) ** 2))(w)
+    np.testing.assert_allclose([float(value), float(grad.reduce())], [float(v) for v in wanted], rtol=1e-12)
+    with refuses("has 3 elements in dim 0"):
+        step(w, x[:3])
+
+
+def test_short_floats(mesh_for):
+    """Neither a count nor the sum over slices goes through a dtype that can't hold it."""
+    mesh = mesh_for({"dp": 4})
+    x = jnp.full((80000, 1), 0.001, jnp.float16).at[0].set(1)
+    w = jnp.ones((1,), jnp.float16)
+    step = sk.value_and_grad(
+        lambda w, x: (jnp.sum((x @ w).astype(jnp.float32)), jnp.float32(x.shape[0])), batch_axes="dp", mesh=mesh
+    )
+    np.testing.assert_allclose(np.asarray(jax.jit(step)(w, x)[1].reduce(), np.float32), 0.0010135, rtol=2e-2)
+    x = jnp.full((8000, 1), 30.0, jnp.float32)
+    step = sk.value_and_grad(
+        lambda w, x: jnp.mean(x @ w.astype(jnp.float32)) * 1000,
+        batch_axes="dp",
+        mesh=mesh,
+        microbatches=4,
+        accumulator_dtype=jnp.float32,
+    )
+    _, grads = jax.jit(step)(w, x)
+    total = sk.reduce_gradients([grads], axis="dp", reduce_dtype=jnp.float32)[0]
+    assert total.dtype == jnp.float16 and float(total[0]) == 30000
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_numbers_of_examples_are_added_up(microbatches, mesh_for):
+    """Though they are the same on every device."""
+    mesh = mesh_for({"dp": 4})
+
+    def loss(p, x):
+        return jnp.mean(p * x), {"examples": x.shape[0], "one": 1.0}
+
+    step = sk.value_and_grad(loss, has_aux=True, batch_axes="dp", mesh=mesh, microbatches=microbatches)
+    (_, aux), _ = jax.jit(step)(jnp.ones(()), X)
+    assert int(aux["examples"]) == 16 and float(aux["one"]) == 1.0
+
+
+def test_named_arguments_and_keys_in_a_state(mesh_for):
+    """Arguments given by name are cut like others; a model's own random keys differ from device to device."""
+    mesh = mesh_for({"dp": 4})
+    params = {"w": jnp.ones(()), "key": jax.random.key(0)}
+
+    def loss(p, x, *, y):
+        noise = jax.random.uniform(p["key"], x.shape[:1])
+        return jnp.mean(p["w"] * noise) + jnp.mean((x[:, 0] - y[:, 0]) * p["w"]), noise
+
+    step = sk.value_and_grad(loss, has_aux=True, batch_axes="dp", mesh=mesh, microbatches=2)
+    (_, noise), grads = jax.jit(step)(params, X, y=Y)
+    assert len(np.unique(np.asarray(noise))) == 16
+    np.testing.assert_allclose(float(grads["w"].reduce()), noise.mean() + X[:, 0].mean() - Y[:, 0].mean(), rtol=1e-9)
+
+
 def test_argnums(mesh_for):
     mesh = mesh_for({"dp": 2})
 
