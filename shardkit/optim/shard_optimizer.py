@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
-from shardkit.arrays.placing import constrain
+from shardkit.arrays import PartialArray, is_whole
 from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of
 from shardkit.optim.gather import gather_together
+from shardkit.optim.homes import Home, check_match, homes_of, labelled, layout_beside, named_path
 from shardkit.optim.reduce import reduce_to
 from shardkit.optim.stages import ShardingStage1, ShardingStage2
-from shardkit.optim.stored import FlatShard, is_leaf, known_layout, load, said_layouts, shape_of, store
+from shardkit.optim.stored import FlatShard, is_leaf, load, shape_of, store
 from shardkit.optim.targets import check_axis, check_fuse, state_layout
-from shardkit.placements import AnyMesh, Layout, Partial
+from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.static import Static
 
@@ -106,7 +104,7 @@ def shard_optimizer(
 
     def init(params: Any) -> ShardedState:
         where = place(params)
-        homes = _homes(params, where, param_placements)
+        homes = homes_of(params, where, param_placements)
 
         @jax.jit  # so that nothing is ever whole on one device
         def build(params: Any) -> Any:
@@ -125,14 +123,14 @@ def shard_optimizer(
     def update(grads: Any, state: ShardedState, params: Any = None, **extra: Any) -> tuple[Any, ShardedState]:
         where = place(grads if params is None else params)
         homes = state.homes.value
-        _check_match(grads, homes)
+        check_match(grads, homes)
         at = [home.layout(where) for home in homes]
         cut = [state_layout(layout, home.shape, axis) for home, layout in zip(homes, at, strict=True)]
 
         def reduced(tree: Any) -> Any:
             """Gradients once they are summed, each beside its state."""
             leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-            leaves = [_labelled(x, layout) for x, layout in zip(leaves, at, strict=True)]
+            leaves = [labelled(x, layout) for x, layout in zip(leaves, at, strict=True)]
             waiting = [i for i, x in enumerate(leaves) if isinstance(x, PartialArray)]
             ends = cut if fuse == "reduce_scatter" else at
             summed = reduce_to(
@@ -166,45 +164,6 @@ def shard_optimizer(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
-class Home:
-    """Where one parameter lives.
-
-    Attributes:
-      path: its path in the tree.
-      shape: as a model sees it.
-      spec: where it lives, on any mesh of these axes.
-      flat: it's kept as a padded flat shard.
-    """
-
-    path: tuple[Any, ...]
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-    flat: bool
-
-    def layout(self, mesh: AnyMesh) -> Layout:
-        """Of the parameter on a mesh."""
-        return Layout(mesh, self.spec).resolved(len(self.shape))
-
-
-def _homes(params: Any, mesh: AnyMesh, said: Any) -> tuple[Home, ...]:
-    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-    shapes = [shape_of(x) for _, x in found]
-    if said is None:
-        layouts = [known_layout(x, mesh) for _, x in found]
-    else:
-        layouts = said_layouts(said, structure, shapes, mesh, "shard_optimizer")
-    return tuple(
-        Home(_named(path), shape, layout.spec_for(len(shape)), isinstance(x, FlatShard))
-        for (path, x), shape, layout in zip(found, shapes, layouts, strict=True)
-    )
-
-
-def _named(path: Sequence[Any]) -> tuple[Any, ...]:
-    """A path without what a Flax variable adds to it: nnx hands its optimizers states with and without."""
-    return tuple(path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path)
-
-
 def _is_lookahead(x: Any) -> bool:
     return isinstance(x, optax.LookaheadState)
 
@@ -227,7 +186,7 @@ def _kept(state: Any, homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> tupl
     done, rows = [], []
     for number, (path, x) in enumerate(leaves):
         if hasattr(x, "shape") and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            x = store(x, _layout_beside(_named(path), x, named, axis, mesh), axis)
+            x = store(x, layout_beside(named_path(path), x, named, axis, mesh), axis)
         if isinstance(x, FlatShard):
             rows.append((number, x.shape))
             x = x.flat
@@ -240,17 +199,6 @@ def _loaded(state: Any, shapes: dict[int, tuple[int, ...]], axis: str) -> Any:
     leaves, structure = jax.tree.flatten(state)
     leaves = [load(FlatShard(x, shapes[i], axis)) if i in shapes else x for i, x in enumerate(leaves)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def _layout_beside(
-    path: tuple[Any, ...], x: Any, named: dict[tuple[Any, ...], Home], axis: str, mesh: AnyMesh
-) -> Layout:
-    """Where a leaf of state or updates lives: beside the parameter that it stands for, else by its shape."""
-    # It stands for a parameter if that's how its path ends, and the shapes agree.
-    ends = (named.get(path[start:]) for start in range(len(path) + 1))
-    home = next((h for h in ends if h is not None and h.shape == tuple(x.shape)), None)
-    layout = Layout(mesh, {}).resolved(x.ndim) if home is None else home.layout(mesh)
-    return state_layout(layout, x.shape, axis)
 
 
 def _updated(
@@ -274,7 +222,7 @@ def _updated(
         return tx.update(*arguments, **arrays, **others)
 
     def there(path: Any, x: Any) -> PartitionSpec:
-        return _layout_beside(_named(path), x, named, axis, mesh).spec_for(x.ndim)
+        return layout_beside(named_path(path), x, named, axis, mesh).spec_for(x.ndim)
 
     named = {home.path: home for home in homes}
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, arrays))
@@ -289,7 +237,7 @@ def _updated(
 def _checked(updates: Any, homes: tuple[Home, ...]) -> tuple[list[Any], Any]:
     """Leaves and structure of what the optimizer returned."""
     found, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_leaf)
-    given = [(_named(path), None if isinstance(x, PartialArray) else shape_of(x)) for path, x in found]
+    given = [(named_path(path), None if isinstance(x, PartialArray) else shape_of(x)) for path, x in found]
     for one, home in itertools.zip_longest(given, homes):
         if home is None or one != (home.path, home.shape):
             path = one[0] if home is None else home.path
@@ -300,33 +248,3 @@ def _checked(updates: Any, homes: tuple[Home, ...]) -> tuple[list[Any], Any]:
                 "can't be sharded"
             )
     return [x for _, x in found], structure
-
-
-def _labelled(x: Any, home: Layout) -> Any:
-    """A gradient, known to be cut as its parameter is: under ``jit`` on Auto axes only the compiler knows that."""
-    if is_unreduced(x):
-        x = from_unreduced(x)
-    if not isinstance(x, PartialArray):
-        return x
-    if x.logical_shape is not None:
-        return x.reduce().value
-    own = x.layout.on(home.mesh).resolved(x.ndim)
-    waits = {name: p for name, p in zip(own.mesh.axis_names, own.placements, strict=True) if isinstance(p, Partial)}
-    layout = home.but(waits)
-    if layout == own:
-        return x
-    # Contributions are one array for the compiler: where axes cut it that it doesn't wait for is its to change.
-    return PartialArray(constrain(x.stack, layout.mesh, layout.stack_spec(x.ndim)), layout)
-
-
-def _check_match(grads: Any, homes: tuple[Home, ...]) -> None:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)
-    given = [(_named(path), shape_of(x)) for path, x in leaves]
-    known = [(home.path, home.shape) for home in homes]
-    if given != known:
-        odd = next(iter([g for g in given if g not in known] + [k for k in known if k not in given]), None)
-        where = f", at {jax.tree_util.keystr(odd[0])!r} of shape {odd[1]}" if odd else ""
-        raise ValueError(
-            f"shard_optimizer: the gradients don't match the parameters that its state was made for{where}; give a "
-            "gradient for every parameter, of its shape (gradients of each example can't be reduced)"
-        )

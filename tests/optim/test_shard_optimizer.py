@@ -308,6 +308,16 @@ def test_updates_gathered_in_another_dtype(mesh_for):
     assert len(np.unique(np.asarray(updates["w"]))) == 1
 
 
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1), optax.clip_by_global_norm(1.0)])
+def test_a_bare_optimizer_does_not_take_partial_gradients(tx, mesh_for):
+    """It errs, at the latest where its updates meet the parameters, and says that it met a PartialArray."""
+    mesh = mesh_for({"dp": 4})
+    params = {"w": sk.shard_tensor(np.ones((8, 4)), [R], mesh)}
+    grads = {"w": sk.reshard(np.ones((8, 4)), [P], mesh)}
+    with pytest.raises((TypeError, ValueError), match="PartialArray"):
+        optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+
 def test_refused(mesh_for):
     mesh = mesh_for({"dp": 4})
     params = {"w": sk.shard_tensor(np.ones((8, 8)), [R], mesh)}
@@ -321,6 +331,16 @@ def test_refused(mesh_for):
         sk.shard_optimizer(optax.sgd(0.1), sk.ShardingStage1("tp")).init(params)
     with refuses("found no mesh on the parameters"):
         sk.shard_optimizer(optax.sgd(0.1), sk.ShardingStage1("dp")).init({"w": np.ones(4)})
+    with refuses("shard_optimizer takes an optax transformation", TypeError):
+        sk.shard_optimizer(optax.adam, sk.ShardingStage1("dp"))
+    with refuses("bucket_bytes=-1: a number of bytes"):
+        grads = {"w": sk.reshard(np.ones((8, 8)), [P], mesh)}
+        tx = sk.shard_optimizer(optax.sgd(0.1), sk.ShardingStage1("dp"), bucket_bytes=-1)
+        tx.update(grads, tx.init(params), params)
+    other = mesh_for({"x": 2})
+    with refuses("lives on mesh {'x': 2}, others on {'dp': 4}"):
+        odd = {"w": params["w"], "z": sk.shard_tensor(np.ones(4), [R], other)}
+        sk.shard_optimizer(optax.sgd(0.1), sk.ShardingStage1("dp")).init(odd)
     tx = sk.shard_optimizer(optax.adam(0.1), sk.ShardingStage1("dp"))
     state = tx.init(params)
     with refuses("the gradients don't match the parameters that its state was made for, at \"['v']\""):

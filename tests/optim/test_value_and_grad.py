@@ -279,6 +279,20 @@ def test_named_arguments_and_keys_in_a_state(mesh_for):
     np.testing.assert_allclose(float(grads["w"].reduce()), noise.mean() + X[:, 0].mean() - Y[:, 0].mean(), rtol=1e-9)
 
 
+def test_tied_weights_are_one_leaf(mesh_for):
+    """Used twice, summed once."""
+    mesh = mesh_for({"dp": 4})
+    w = np.random.default_rng(5).normal(size=(3, 5))
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["embedding"]) @ p["embedding"].T)
+
+    step = sk.value_and_grad(loss, batch_axes="dp", mesh=mesh)
+    _, grads = jax.jit(step)({"embedding": w}, X)
+    close(grads, jax.grad(loss)({"embedding": w}, X))
+    sk.assert_collectives(lambda g: sk.reduce_gradients(g, "all_reduce", axis="dp"), grads, all_reduce=1)
+
+
 def test_argnums(mesh_for):
     mesh = mesh_for({"dp": 2})
 
