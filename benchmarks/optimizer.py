@@ -94,15 +94,18 @@ def cut(x: Any, mesh: Any) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
+def places(tree: Any, mesh: Any, sharded: bool) -> Any:
+    """Where parameters live: cut like state, or whole on every device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: cut(x, mesh) if sharded else whole, tree)
+
+
 Program = tuple[Callable, Callable, Callable]  # parameters' places, init, step
 
 
 def recipe(job: Job, mesh: Any, tx: optax.GradientTransformation, loss: Callable) -> Program:
     """In plain JAX."""
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(lambda x: cut(x, mesh) if job.stage == 3 else whole, tree)
+    place = functools.partial(places, mesh=mesh, sharded=job.stage == 3)
 
     def sharded(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, cut(x, mesh)), tree)
@@ -135,10 +138,7 @@ def recipe(job: Job, mesh: Any, tx: optax.GradientTransformation, loss: Callable
 
 def ours(job: Job, mesh: Any, tx: optax.GradientTransformation, loss: Callable) -> Program:
     """The same with shardkit."""
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(lambda x: cut(x, mesh) if job.stage == 3 else whole, tree)
+    place = functools.partial(places, mesh=mesh, sharded=job.stage == 3)
 
     tx = sk.shard_optimizer(
         tx,
@@ -223,23 +223,19 @@ def kept(dtype: str) -> list[list[str]]:
     described = transformer.shapes(transformer.LARGE, jnp.dtype(dtype))
     count = transformer.LARGE.count
 
-    def local(tree: Any, places: Any) -> int:
-        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+    def local(tree: Any, at: Any) -> int:
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(at), strict=True)
         return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
-
-    def places_of(sharded: bool) -> Any:
-        whole = NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda x: cut(x, mesh) if sharded else whole, described)
 
     rows = []
     for stage, make in STAGES.items():
-        places = places_of(stage == 3)
-        params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), described, places)
+        homes = places(described, mesh, stage == 3)
+        params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), described, homes)
         inner = sk.master_weights(optax.adam(1e-3)) if short else optax.adam(1e-3)
-        tx = sk.shard_optimizer(inner, make("dp"), mesh=mesh, param_placements=places)
+        tx = sk.shard_optimizer(inner, make("dp"), mesh=mesh, param_placements=homes)
         state = jax.eval_shape(tx.init, params)
         state_places = jax.jit(tx.init).lower(params).compile().output_shardings
-        parts = (local(params, places), local(described, places_of(stage > 1)), local(state, state_places))
+        parts = (local(params, homes), local(described, places(described, mesh, stage > 1)), local(state, state_places))
         shown = " + ".join(f"{part / count:.2f}" for part in parts)
         total = sum(parts) / count
         rows.append([dtype, f"{stage}", f"{shown} = **{total:.2f}**", f"{known[stage]:.2f}"])

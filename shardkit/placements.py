@@ -190,6 +190,11 @@ class Layout:
         """Mesh axes over which the array is a sum (or other reduction) of contributions."""
         return tuple(n for n, p in zip(self.mesh.axis_names, self.placements, strict=True) if _is_partial(p))
 
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cut some dim."""
+        return tuple(n for n, p in zip(self.mesh.axis_names, self.placements, strict=True) if isinstance(p, Shard))
+
     def dim_axes(self, ndim: int | None = None) -> dict[int, tuple[str, ...]]:
         """Which mesh axes cut which array dim, major axis first."""
         named = self._parsed.ndim

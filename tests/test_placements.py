@@ -285,6 +285,12 @@ def test_padded_shape(spec, shape, padded):
     assert sk.Layout(MESH, spec).padded_shape(shape) == padded
 
 
+def test_the_axes_that_cut():
+    layout = sk.Layout(MESH, {"sp": sk.Shard(1), "dp": sk.Shard(0), "tp": sk.Partial()})
+    assert layout.shard_axes == tuple(n for n in MESH.axis_names if n in ("dp", "sp"))
+    assert sk.Layout(MESH, {}).shard_axes == ()
+
+
 def test_but():
     """Other placements on some axes; the order of the others on a dim stays."""
     layout = sk.Layout(MESH, P(("sp", "dp"), None))

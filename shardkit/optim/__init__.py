@@ -2,10 +2,11 @@
 
 ``value_and_grad`` runs a loss on each device's part of a batch: ``batch`` says what a part is, ``parameters`` how each
 parameter enters, ``region`` what a device does with them. ``targets`` and ``buckets`` decide in placements and sizes
-where each gradient goes and what travels together; ``reduce`` and ``gather`` do it, there and back. ``norms`` is for
-trees whose leaves live in different ways. ``shard_optimizer`` runs an optax optimizer with its state as ``stored``
-keeps it, according to ``stages``, beside parameters whose places ``homes`` remembers; ``sharded_params`` does the same
-to parameters, which ``on_use`` gathers. ``loss_scale`` and ``master_weights`` are for short floats.
+where each gradient goes and what travels together; ``reduce`` and ``gather`` do it, there and back, as one program
+(``together``). ``norms`` is for trees whose leaves live in different ways. ``shard_optimizer`` runs an optax optimizer
+with its state as ``stored`` keeps it, according to ``stages``, beside parameters whose places ``homes`` remembers;
+``sharded_params`` does the same to parameters, which ``on_use`` gathers. ``loss_scale`` and ``master_weights`` are for
+short floats.
 """
 
 from shardkit.optim.loss_scale import LossScaleState, dynamic_loss_scale, loss_scale

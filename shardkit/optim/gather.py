@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.meshes import platform_of
-from shardkit.optim.buckets import best_limit, pack
+from shardkit.optim.buckets import pack
 from shardkit.optim.stored import shorter
+from shardkit.optim.together import limit_on, on_blocks
 from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.reshard.factors import whole
@@ -91,10 +91,9 @@ def _job(x: Any, source: Layout, target: Layout, dtype: Any) -> _Job | None:
 
 @functools.lru_cache(256)
 def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
-    bucket_bytes = best_limit(platform_of(mesh)) if bucket_bytes is None else bucket_bytes
     sizes = [int(np.prod(job.piece)) for job in jobs]
     itemsizes = [job.dtype.itemsize * job.problem.parts(job.over) for job in jobs]
-    buckets = pack([(job.over, job.dtype) for job in jobs], sizes, itemsizes, bucket_bytes)
+    buckets = pack([(job.over, job.dtype) for job in jobs], sizes, itemsizes, limit_on(mesh, bucket_bytes))
 
     def body(blocks: list[jax.Array]) -> list[jax.Array]:
         done: list[Any] = [None] * len(jobs)
@@ -114,15 +113,8 @@ def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
                 done[slot.leaf] = x.astype(blocks[slot.leaf].dtype)
         return done
 
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=([job.source.stack_spec(len(job.problem.shape)) for job in jobs],),
-            out_specs=[job.target.stack_spec(len(job.problem.shape)) for job in jobs],
-            check_vma=False,  # says where everything is, and isn't differentiated
-        )
-    )
+    ndims = [len(job.problem.shape) for job in jobs]
+    return on_blocks(body, mesh, [job.source for job in jobs], [job.target for job in jobs], ndims)
 
 
 def _joined(job: _Job, rows: jax.Array) -> jax.Array:

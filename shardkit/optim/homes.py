@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced
 from shardkit.arrays.placing import constrain
-from shardkit.optim.stored import FlatShard, is_leaf, known_layout, said_layouts, shape_of
+from shardkit.optim.stored import FlatShard, is_leaf, known_layout, said_layout, said_leaves, shape_of
 from shardkit.optim.targets import state_layout
 from shardkit.placements import AnyMesh, Layout, Partial
 
@@ -50,7 +50,8 @@ def homes_of(params: Any, mesh: AnyMesh, said: Any) -> tuple[Home, ...]:
     if said is None:
         layouts = [known_layout(x, mesh) for _, x in found]
     else:
-        layouts = said_layouts(said, structure, shapes, mesh, "shard_optimizer")
+        leaves = said_leaves(said, structure, "shard_optimizer")
+        layouts = [said_layout(x, mesh, len(shape)) for x, shape in zip(leaves, shapes, strict=True)]
     return tuple(
         Home(named_path(path), shape, layout.spec_for(len(shape)), isinstance(x, FlatShard))
         for (path, x), shape, layout in zip(found, shapes, layouts, strict=True)
@@ -62,15 +63,19 @@ def named_path(path: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path)
 
 
-def layout_beside(
-    path: tuple[Any, ...], x: Any, named: dict[tuple[Any, ...], Home], axis: str, mesh: AnyMesh
-) -> Layout:
-    """Where a leaf of state or updates lives: beside the parameter that it stands for, else by its shape."""
-    # It stands for a parameter if that's how its path ends, and the shapes agree.
-    ends = (named.get(path[start:]) for start in range(len(path) + 1))
-    home = next((h for h in ends if h is not None and h.shape == tuple(x.shape)), None)
-    layout = Layout(mesh, {}).resolved(x.ndim) if home is None else home.layout(mesh)
-    return state_layout(layout, x.shape, axis)
+def places_beside(homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> Callable[[Sequence[Any], Any], Layout]:
+    """Where a leaf (its path, itself) of state or updates lives: beside the parameter it stands for, else by shape."""
+    named = {home.path: home for home in homes}
+
+    def place(path: Sequence[Any], x: Any) -> Layout:
+        # It stands for a parameter if that's how its path ends, and the shapes agree.
+        path = named_path(path)
+        ends = (named.get(path[start:]) for start in range(len(path) + 1))
+        home = next((h for h in ends if h is not None and h.shape == tuple(x.shape)), None)
+        layout = Layout(mesh, {}).resolved(x.ndim) if home is None else home.layout(mesh)
+        return state_layout(layout, x.shape, axis)
+
+    return place
 
 
 def labelled(x: Any, home: Layout) -> Any:

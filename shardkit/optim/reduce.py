@@ -14,10 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
-from shardkit.meshes import manual_axes, mesh_of, platform_of
-from shardkit.optim.buckets import Bucket, best_limit, pack
+from shardkit.meshes import manual_axes, mesh_of
+from shardkit.optim.buckets import Bucket, pack
 from shardkit.optim.stored import known_layout
 from shardkit.optim.targets import check_axis, check_fuse, target_layout
+from shardkit.optim.together import limit_on, on_blocks
 from shardkit.placements import AnyMesh, Layout
 from shardkit.reshard import reshard
 from shardkit.reshard.factors import whole
@@ -207,10 +208,9 @@ def _job(x: PartialArray, target: Layout, reduce_dtype: Any) -> _Job:
 
 @functools.lru_cache(256)
 def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
-    bucket_bytes = best_limit(platform_of(mesh)) if bucket_bytes is None else bucket_bytes
     itemsizes = [job.dtype.itemsize * job.problem.parts(job.scatter) for job in jobs]
     sizes = [int(np.prod(job.piece)) for job in jobs]
-    buckets = pack([job.key for job in jobs], sizes, itemsizes, bucket_bytes)
+    buckets = pack([job.key for job in jobs], sizes, itemsizes, limit_on(mesh, bucket_bytes))
 
     def body(stacks: list[jax.Array]) -> list[jax.Array]:
         done: list[Any] = [None] * len(jobs)
@@ -229,15 +229,8 @@ def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
                 done[slot.leaf] = piece.astype(stacks[slot.leaf].dtype)
         return done
 
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=([job.layout.stack_spec(len(job.problem.shape)) for job in jobs],),
-            out_specs=[job.target.stack_spec(len(job.problem.shape)) for job in jobs],
-            check_vma=False,  # says where everything is, and isn't differentiated
-        )
-    )
+    ndims = [len(job.problem.shape) for job in jobs]
+    return on_blocks(body, mesh, [job.layout for job in jobs], [job.target for job in jobs], ndims)
 
 
 def _mine(job: _Job, stack: jax.Array, mesh: AnyMesh) -> jax.Array:

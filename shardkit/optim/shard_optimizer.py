@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from shardkit.arrays import PartialArray, is_whole
 from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of
 from shardkit.optim.gather import gather_together
-from shardkit.optim.homes import Home, check_match, homes_of, labelled, layout_beside, named_path
+from shardkit.optim.homes import Home, check_match, homes_of, labelled, named_path, places_beside
 from shardkit.optim.reduce import reduce_to
 from shardkit.optim.stages import ShardingStage1, ShardingStage2
 from shardkit.optim.stored import FlatShard, is_leaf, load, shape_of, store
@@ -181,12 +181,12 @@ def _kept(state: Any, homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> tupl
 
     Those that stand for a parameter live beside it, the others by their shape.
     """
-    named = {home.path: home for home in homes}
+    place = places_beside(homes, axis, mesh)
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     done, rows = [], []
     for number, (path, x) in enumerate(leaves):
         if hasattr(x, "shape") and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            x = store(x, layout_beside(named_path(path), x, named, axis, mesh), axis)
+            x = store(x, place(path, x), axis)
         if isinstance(x, FlatShard):
             rows.append((number, x.shape))
             x = x.flat
@@ -221,13 +221,10 @@ def _updated(
     def run(arguments: Any, arrays: Any) -> Any:
         return tx.update(*arguments, **arrays, **others)
 
-    def there(path: Any, x: Any) -> PartitionSpec:
-        return layout_beside(named_path(path), x, named, axis, mesh).spec_for(x.ndim)
-
-    named = {home.path: home for home in homes}
+    place = places_beside(homes, axis, mesh)
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, arrays))
     shapes = jax.eval_shape(run, *described)
-    specs = jax.tree_util.tree_map_with_path(there, shapes)
+    specs = jax.tree_util.tree_map_with_path(lambda path, x: place(path, x).spec_for(x.ndim), shapes)
     # Eagerly, too, there must be an ambient mesh.
     here = jax.set_mesh(mesh) if ambient_mesh() is None and isinstance(mesh, Mesh) else contextlib.nullcontext()
     with here:

@@ -74,9 +74,8 @@ def unshard_params(params: Any, axis: str, mesh: AnyMesh | None = None) -> Any:
 
 def stage3_layout(layout: Layout, shape: tuple[int, ...], axis: str, first_dim: int = 0) -> Layout:
     """``layout`` with ``axis`` on the lowest dim that nothing cuts and that it divides, if there's one."""
-    at = dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
     taken = {p.dim for p in layout.placements if isinstance(p, Shard)}
     size = layout.mesh.shape[axis]
     free = [d for d in range(first_dim, len(shape)) if d not in taken and shape[d] % size == 0]
-    cut = not isinstance(at[axis], Shard) and free and math.prod(shape)
+    cut = axis not in layout.shard_axes and free and math.prod(shape)
     return layout.but({axis: Shard(free[0])}) if cut else layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,8 +41,7 @@ def store(x: Any, layout: Layout, axis: str) -> Any:
     """The leaf as it's kept: at its layout; flat where that doesn't cut it over ``axis``, unless it's too small."""
     mesh = layout.mesh
     parts = mesh.shape[axis]
-    at = dict(zip(mesh.axis_names, layout.placements, strict=True))
-    if isinstance(at[axis], Shard) or math.prod(x.shape) < parts or parts == 1:
+    if axis in layout.shard_axes or math.prod(x.shape) < parts or parts == 1:
         return reshard(x, layout.spec_for(len(x.shape)), mesh)
     flat = jnp.ravel(x)
     padded = -(-flat.size // parts) * parts
@@ -105,16 +103,13 @@ def said_layout(where: Any, mesh: AnyMesh, ndim: int) -> Layout:
     return Layout(mesh, where).resolved(ndim)
 
 
-def said_layouts(
-    said: Any, structure: Any, shapes: Sequence[tuple[int, ...]], mesh: AnyMesh, what: str
-) -> list[Layout]:
-    """Of a tree that says where parameters live, the layout of each.
+def said_leaves(said: Any, structure: Any, what: str) -> list[Any]:
+    """Of a tree that says where parameters live, what it says of each.
 
     Raises:
       ValueError: another structure than the parameters'.
     """
     try:
-        leaves = structure.flatten_up_to(said)
+        return structure.flatten_up_to(said)
     except ValueError as err:
         raise ValueError(f"{what}: param_placements must have the structure of the parameters: {err}") from None
-    return [said_layout(x, mesh, len(shape)) for x, shape in zip(leaves, shapes, strict=True)]

@@ -93,7 +93,7 @@ def state_layout(layout: Layout, shape: Sequence[int], axis: str) -> Layout:
     """
     found = target_layout(layout, shape, axis, "reduce_scatter")
     mesh = layout.mesh
-    if isinstance(dict(zip(mesh.axis_names, found.placements, strict=True))[axis], Shard):
+    if axis in found.shard_axes:
         return found
     for dim, axes in sorted(layout.dim_axes(len(shape)).items()):
         if shape[dim] and shape[dim] % (axes_size(mesh, axes) * mesh.shape[axis]) == 0:

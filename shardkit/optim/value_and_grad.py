@@ -14,7 +14,7 @@ from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.optim.batch import Leaf, read_batch_axes, read_leaf
 from shardkit.optim.parameters import GATHERS, read_parameters
 from shardkit.optim.region import Region
-from shardkit.optim.stored import FlatShard
+from shardkit.optim.stored import FlatShard, said_leaves
 from shardkit.placements import AnyMesh
 
 
@@ -85,7 +85,6 @@ def value_and_grad(
         raise ValueError(f'reduce={reduce!r} is unknown; use "mean" or "sum", as the loss is of the examples of a part')
     if isinstance(microbatches, bool) or not hasattr(microbatches, "__index__") or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: a positive number of slices")
-
     if gather is not None and gather not in GATHERS:
         raise ValueError(f"gather={gather!r} is unknown; use one of {GATHERS}, or None")
     gather = gather or ("use" if microbatches == 1 else "step")
@@ -179,10 +178,7 @@ class _Split:
 
     def beside(self, trees: Any) -> list[Any]:
         """What a tree of the same structure says of each "own" leaf."""
-        try:
-            said = self._tree.flatten_up_to(list(trees))
-        except ValueError as err:
-            raise ValueError(f"param_placements must have the structure of the parameters: {err}") from None
+        said = said_leaves(list(trees), self._tree, "value_and_grad")
         return [x for x, leaf in zip(said, self._every, strict=True) if leaf.kind == "own"]
 
     def join(self, arrays: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
