@@ -9,13 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit.arrays.entering import enter
 from shardkit.arrays.padded import Padded
 from shardkit.arrays.partial import PartialArray, is_whole
-from shardkit.arrays.placing import constrain, describe, misplaced, same_layout
-from shardkit.arrays.unreduced import from_unreduced, is_unreduced
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Placement, Replicate, Shard
 
@@ -112,7 +110,7 @@ class _Operand:
             if placements is None and not isinstance(leaf, jax.Array | np.ndarray | PartialArray | Padded):
                 self.static[i] = leaf
             else:
-                array, spec = _enter(leaf, self.layout, name)
+                array, spec = enter(_block(leaf, name), self.layout, name, "local_map")
                 self.arrays.append(array)
                 self.specs.append(spec)
 
@@ -127,54 +125,19 @@ class _Operand:
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def _enter(x: Any, layout: Layout, name: str) -> tuple[Any, PartitionSpec]:
-    """One array as the region takes it, and its spec."""
+def _block(x: Any, name: str) -> Any:
+    """What fun can tell the meaning of: nothing of padded blocks."""
     if isinstance(x, Padded):
         raise TypeError(
             f"local_map: {name} is an sk.Padded of shape {x.shape}, and fun couldn't tell what of its block counts; "
             "pass its .array (padded blocks) and the sizes that fun needs"
         )
-    if isinstance(x, PartialArray) or layout.partial_axes:
-        return _enter_partial(x, layout, name)
-    if not isinstance(x, jax.Array):
-        x = np.asarray(x)
-    layout = layout.resolved(x.ndim)
-    layout.local_shape(x.shape)  # refuses sizes that don't divide
-    spec = layout.stack_spec(x.ndim)
-    where = misplaced(x, layout.mesh, spec)
-    if where is not None:
-        raise ValueError(
-            f"local_map moves nothing: {name} of shape {x.shape} lives at {describe(where)}, but in_placements "
-            f"{list(layout.placements)} say {spec} on mesh {dict(layout.mesh.shape)}; sk.reshard it first"
-        )
-    if isinstance(x, Tracer):
-        fixed = jax.typeof(x).sharding.mesh
-        return (constrain(x, layout.mesh, spec) if fixed.empty else x), spec
-    if isinstance(layout.mesh, Mesh):
-        return jax.device_put(x, NamedSharding(layout.mesh, spec)), spec
-    return constrain(jnp.asarray(x), layout.mesh, spec), spec
-
-
-def _enter_partial(x: Any, layout: Layout, name: str) -> tuple[Any, PartitionSpec]:
-    if is_unreduced(x):
-        x = from_unreduced(x)
-    if not isinstance(x, PartialArray):
-        raise TypeError(
-            f"local_map: {name} is stated {list(layout.placements)}, but it is a whole value ({type(x).__name__}); "
-            "give it contributions with sk.reshard or sk.from_local first"
-        )
-    layout = layout.resolved(np.ndim(x.stack) - len(x.layout.partial_axes))
-    if not same_layout(x.layout, layout):
-        raise ValueError(
-            f"local_map moves nothing: {name} is {x!r}, but in_placements say {list(layout.placements)} on mesh "
-            f"{dict(layout.mesh.shape)}; sk.reshard it first"
-        )
-    if x.logical_shape is not None:
+    if isinstance(x, PartialArray) and x.logical_shape is not None:
         raise TypeError(
             f"local_map: {name} is {x!r}, padded to {x.stack.shape[len(x.layout.partial_axes) :]}, and fun couldn't "
             "tell what of its block counts; sk.reshard it to placements that divide its shape"
         )
-    return x.stack, layout.stack_spec(x.ndim)
+    return x
 
 
 def _layout(placements: Any, mesh: AnyMesh, name: str) -> Layout:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 
 from shardkit.inspect import groups as groups_lib
-from shardkit.inspect import hlo, shapes, sources
+from shardkit import sources
+from shardkit.inspect import hlo, shapes
 from shardkit.inspect.groups import Groups
 from shardkit.inspect.report import Collective
 from shardkit.reshard.cost import wire_bytes

@@ -12,6 +12,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from shardkit.sources import Frame
+
 # HLO opcode -> the name this package gives it. `-start` forms are the same collective, begun early.
 COLLECTIVE_KINDS: Mapping[str, str] = {
     "all-gather": "all_gather",
@@ -68,15 +70,6 @@ class Computation:
     instructions: tuple[Instruction, ...]
     opcodes: frozenset[str]
     root_opcode: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
-    """A line of the user's program: `file`, `line` (from 1), and the `function` if known."""
-
-    file: str
-    line: int
-    function: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def route(region: Region, shape: tuple[int, ...], dtype: np.dtype, source: Layou
         if layout.reduce is not None:
             check_dtype(layout.reduce, dtype, "reshard")
     ends = [ends_of(layout, len(shape), names) for layout, names in ((source, region.source), (goal, region.goal))]
-    return _route(region.sizes, shape, np.dtype(dtype).itemsize, ends[0], ends[1], source.reduce, goal.reduce)
+    return between(region.sizes, shape, np.dtype(dtype).itemsize, ends[0], ends[1], source.reduce, goal.reduce)
 
 
 def ends_of(layout: Layout, ndim: int, names: Names) -> Ends:
@@ -75,7 +75,7 @@ def ends_of(layout: Layout, ndim: int, names: Names) -> Ends:
 
 
 @functools.lru_cache(4096)
-def _route(
+def between(
     sizes: tuple[tuple[str, int], ...],
     shape: tuple[int, ...],
     itemsize: int,
@@ -84,6 +84,14 @@ def _route(
     reduce: str | None,
     wanted: str | None,
 ) -> Route:
+    """The same, of ends that are given by axis names alone.
+
+    Args:
+      sizes: (name, size) of the axes that take part.
+      shape, itemsize: of the array.
+      source, goal: the axes that cut each dim, and the Partial ones.
+      reduce, wanted: the kinds that the Partial axes of the source, of the goal wait for.
+    """
     axis_sizes = dict(sizes)
     changed = [name for name, size in sizes if size > 1 and _role(source, name) != _role(goal, name)]
     coarse = whole(axis_sizes)

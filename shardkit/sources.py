@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardkit.inspect.hlo import Frame
-
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _JAX = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib)[/\\]|[/\\]jax[/\\]_src[/\\]")
-_OWN = str(Path(__file__).resolve().parents[1])
+_OWN = str(Path(__file__).resolve().parent)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of the user's program: `file`, `line` (from 1), and the `function` if known."""
+
+    file: str
+    line: int
+    function: str = ""
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -1,0 +1,125 @@
+"""A program as a list of operations on values: a jaxpr without its nesting. Nothing of where anything is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardkit.sources import Frame, short_location, user_frame
+from shardkit.spmd.rules.strategy import Op, Type
+
+_ids = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """What an operation makes or a function is given.
+
+    Attributes:
+      aval: its JAX type.
+      constant: its value, where that's known when the program is made (literals, captured arrays).
+      name: for people, of an input.
+      number: unique.
+    """
+
+    aval: Any
+    constant: Any = None
+    name: str = ""
+    number: int = dataclasses.field(default_factory=lambda: next(_ids))
+
+    @property
+    def type(self) -> Type:
+        """Shape and dtype."""
+        return Type(tuple(self.aval.shape), self.aval.dtype)
+
+    @property
+    def scalar(self) -> Any:
+        """The number that a constant of one element is; None for all else."""
+        if (
+            self.constant is None
+            or np.ndim(self.constant)
+            or not isinstance(self.constant, int | float | np.generic | np.ndarray)
+        ):
+            return None
+        return self.constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One operation.
+
+    Attributes:
+      op: what rules see of it.
+      inputs, outputs: values.
+      bodies: the functions that it calls (of a scan, while, cond, remat).
+      tracebacks: of the operation and of the calls it was inlined for, the innermost first.
+    """
+
+    op: Op
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple[Graph, ...] = ()
+    tracebacks: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def frame(self) -> Frame | None:
+        """The user's line."""
+        found = []
+        for at, traceback in enumerate(self.tracebacks):
+            frames = [Frame(f.file_name, f.line_num) for f in traceback.frames] if traceback is not None else []
+            # JAX keeps what it traced of a function: beyond its own frames are those of another call, maybe.
+            found += frames if at == len(self.tracebacks) - 1 else _within(frames)
+        return user_frame(found)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The user's line, as text."""
+        return short_location(self.frame)
+
+
+_CALLING = re.compile(r"[/\\\\]jax[/\\\\]_src[/\\\\](?:pjit|custom_derivatives)\.py$")
+
+
+def _within(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames of the function that was called, without those of its caller."""
+    ends = (i for i, frame in enumerate(frames) if _CALLING.search(frame.file))
+    return frames[: next(ends, len(frames))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A function.
+
+    Attributes:
+      inputs: what it's given.
+      captured: constants that are arrays, which are given to it, too.
+      nodes: in order.
+      outputs: what it returns; an input or constant may be among them.
+    """
+
+    inputs: tuple[Value, ...]
+    captured: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def size(self) -> int:
+        """Operations, those in bodies counted."""
+        return sum(1 + sum(body.size for body in node.bodies) for node in self.nodes)
+
+
+def without_unused(graph: Graph) -> Graph:
+    """The same without operations whose results nobody uses."""
+    used = {v.number for v in graph.outputs}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if any(v.number in used for v in node.outputs):
+            used.update(v.number for v in node.inputs)
+            nodes.append(node)
+    return dataclasses.replace(graph, nodes=tuple(reversed(nodes)))

@@ -1,0 +1,125 @@
+"""What a user can say inside a traced function: where a value shall be, on which mesh."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from shardkit.meshes import ambient_mesh
+from shardkit.placements import AnyMesh, Layout, Partial, Placements, Shard
+
+constrain_p = jex_core.Primitive("sk_constrain")
+_tokens = itertools.count()
+
+
+def constrain(x: Any, placements: Placements | Layout) -> Any:
+    """Inside a partitioned function: where this value shall be.
+
+    As ``jax.lax.with_sharding_constraint``, but with Partial too: the value then stays unreduced up to here. What it's
+    made of is placed to suit it. Its cotangent is asked to be at the same place (where that has no Partial).
+    Outside ``sk.partition`` placements without Partial are JAX's own constraint on the ambient mesh.
+
+    Args:
+      x: an array or a pytree of them.
+      placements: in any form; a sequence has one an axis of the mesh that ``sk.partition`` is given.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: an unknown axis, a dim out of range (raised when the function is partitioned, with the line); outside
+        ``sk.partition``: no ambient mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> def fun(x):
+      ...     return sk.constrain(x + 1, [sk.Shard(0)]) * 2
+      >>> sk.infer_placements(fun, [sk.Replicate()], mesh=mesh)(jnp.ones(8))
+      (Shard(dim=0),)
+    """
+    given = _frozen(placements)
+    return jax.tree.map(lambda leaf: constrain_p.bind(leaf, placements=given), x)
+
+
+def _frozen(placements: Any) -> Any:
+    """The same in a form that hashes."""
+    if isinstance(placements, dict):
+        return _Mapping(tuple(placements.items()))
+    return tuple(placements) if isinstance(placements, list) else placements
+
+
+class _Mapping(tuple):
+    """Placements by axis name, as pairs."""
+
+
+def thawed(given: Any) -> Any:
+    """Placements as the user gave them."""
+    return dict(given) if isinstance(given, _Mapping) else given
+
+
+def _outside(x: jax.Array, *, placements: Any) -> jax.Array:
+    mesh = ambient_mesh()
+    if mesh is None:
+        raise ValueError(
+            "sk.constrain speaks to sk.partition, and this function runs outside it with no ambient mesh; partition it, "
+            "or use jax.lax.with_sharding_constraint"
+        )
+    layout = Layout(mesh, thawed(placements))
+    if layout.partial_axes:
+        raise ValueError("sk.constrain: Partial means something inside sk.partition only; partition this function")
+    return lax.with_sharding_constraint(x, layout.spec_for(x.ndim))
+
+
+def _back(cotangent: Any, x: Any, *, placements: Any) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [cotangent]
+    return [cotangent if _has_partial(placements) else constrain_p.bind(cotangent, placements=placements)]
+
+
+def _has_partial(placements: Any) -> bool:
+    if isinstance(placements, Layout):
+        return bool(placements.partial_axes)
+    given = thawed(placements)
+    listed = given.values() if isinstance(given, dict) else given
+    return any(isinstance(p, Partial) for p in listed)
+
+
+def _batched(args: Any, dims: Any, *, placements: Any) -> tuple[Any, Any]:
+    """A batched dim is put last: then no placement (counted from the front) changes its meaning."""
+    (x,), (dim,) = args, dims
+    given = thawed(placements)
+    listed = given.values() if isinstance(given, dict) else given
+    if any(isinstance(p, Shard) and p.dim < 0 for p in (listed if not isinstance(given, Layout) else given.placements)):
+        raise ValueError("sk.constrain under vmap: count dims from the front")
+    last = jax.numpy.moveaxis(x, dim, -1)
+    return constrain_p.bind(last, placements=placements), last.ndim - 1
+
+
+constrain_p.def_impl(_outside)
+constrain_p.def_abstract_eval(lambda x, *, placements: x)
+ad.deflinear2(constrain_p, _back)
+batching.primitive_batchers[constrain_p] = _batched
+mlir.register_lowering(constrain_p, mlir.lower_fun(_outside, multiple_results=False))
+
+
+def asked(name: str, params: Any, mesh: AnyMesh, ndim: int) -> Layout:
+    """The layout that a mark asks for: of ``sk.constrain`` or of ``lax.with_sharding_constraint``.
+
+    Raises:
+      ValueError: axes that the mesh doesn't have; a dim out of range; a sharding of a kind that names no axes.
+    """
+    given = thawed(params["placements"]) if name == "sk_constrain" else params["sharding"]
+    if name != "sk_constrain":
+        spec = getattr(given, "spec", None)
+        if spec is None:
+            raise ValueError(
+                f"with_sharding_constraint was given {given!r}, which names no mesh axes; use a NamedSharding"
+            )
+        given = spec
+    return Layout(mesh, given).resolved(ndim)

@@ -1,0 +1,402 @@
+"""Choosing a place for every value: forward, operation by operation, with what its users would like in mind.
+
+Each operation takes the cheapest of its strategies, given where its operands are and what the choice will cost later: a
+result left Partial must be reduced one day, one that a user has fixed must get there. A pass knows what its users want
+from the pass before (the first only from what the user fixed), and the cheapest pass is kept. So the time is
+linear in the number of operations.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardkit.placements import AnyMesh
+from shardkit.spmd import costs, moving
+from shardkit.spmd.arrangement import Arrangement, Move, Origins, Run, Step
+from shardkit.spmd.costs import Price
+from shardkit.spmd.graph import Graph, Node, Value
+from shardkit.spmd.marks import asked
+from shardkit.spmd.placed import Placed, Sizes, block_shape, even, from_layout, replicated
+from shardkit.spmd.rules import RULES, Case, Factored, strategies
+from shardkit.spmd.rules.creation import whole
+from shardkit.spmd.rules.factored import Custom
+from shardkit.spmd.rules.halos import AfterReading, read_key
+from shardkit.spmd.rules.strategy import Strategy, Traffic
+
+ANYWHERE = "anywhere"  # an output that may be left as it is, Partial too
+REDUCED = "reduced"  # one that may be anywhere but Partial
+Goal = Placed | str
+MARKS = frozenset({"sk_constrain", "sharding_constraint"})
+# Nothing is done to the value, and nothing asked: JAX puts "reshard" where types could say where values are (here
+# they never do).
+SAME = frozenset({"reshard", "mesh_cast", "pvary", "pcast"})
+PASSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What stays the same for a program and the functions in it.
+
+    Attributes:
+      mesh: to read what the user says in terms of it.
+      sizes: of the axes that take part.
+      unknown: "replicate" or "error": operations without a rule.
+      control: strategies of operations that call functions, by name.
+    """
+
+    mesh: AnyMesh
+    sizes: Sizes
+    unknown: str
+    control: Mapping[str, Callable[..., Sequence[Strategy]]]
+
+
+def arrange(
+    graph: Graph,
+    inputs: Sequence[Placed],
+    goals: Sequence[Goal],
+    setting: Setting,
+    captured: Sequence[Placed] | None = None,
+    hints: Sequence[Placed | None] | None = None,
+) -> Arrangement:
+    """Where every value of a graph is.
+
+    Args:
+      graph: the function.
+      inputs: where its inputs are.
+      goals: of each output: where it must leave, ``REDUCED`` or ``ANYWHERE``.
+      setting: mesh and options.
+      captured: where captured arrays are; None: whole on every device.
+      hints: where outputs had better leave, of those that needn't.
+
+    Raises:
+      NotImplementedError: an operation without a rule, where ``setting.unknown`` is "error".
+      ValueError: a mark that the mesh doesn't fit.
+    """
+    best: tuple[Price, Arrangement] | None = None
+    wants = _fixed(graph, goals, setting, hints)
+    for _ in range(PASSES):
+        found = _Pass(graph, setting, wants)
+        arrangement = found.run(inputs, goals, captured)
+        price = Price(
+            arrangement.bytes + costs.work(arrangement.flops), arrangement.collectives, len(arrangement.steps), 0
+        )
+        if best is None or price < best[0]:
+            best = price, arrangement
+        learned = found.learned(wants)
+        if learned == wants:
+            break
+        wants = learned
+    assert best is not None
+    return best[1]
+
+
+@dataclasses.dataclass
+class Wants:
+    """What is known of a value's users before it's made.
+
+    Attributes:
+      wishes: by number, where they'd like it.
+      settled: by number, where it's taken at once, since somebody needs it there.
+    """
+
+    wishes: dict[int, Placed] = dataclasses.field(default_factory=dict)
+    settled: dict[int, Placed] = dataclasses.field(default_factory=dict)
+
+
+def _fixed(graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence[Placed | None] | None) -> Wants:
+    """What the user fixed, handed back to what it's made of."""
+    wishes: dict[int, Placed] = {}
+    for value, goal, hint in zip(graph.outputs, goals, hints or [None] * len(goals), strict=True):
+        wish = goal if isinstance(goal, Placed) else hint
+        if wish is not None:
+            wishes.setdefault(value.number, wish)
+    for node in reversed(graph.nodes):
+        if node.op.name in MARKS:
+            wishes.setdefault(node.inputs[0].number, mark_of(node, setting))
+            continue
+        if node.op.name in SAME:
+            for source, result in zip(node.inputs, node.outputs, strict=True):
+                if result.number in wishes:
+                    wishes.setdefault(source.number, wishes[result.number])
+        hand_back(node, wishes, setting)
+    return Wants(wishes)
+
+
+def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
+    """A wish for a result as wishes for the operands."""
+    wanted = [(i, wishes[v.number]) for i, v in enumerate(node.outputs) if v.number in wishes]
+    if not wanted or node.bodies or node.op.name not in RULES:
+        return
+    rule = rule_of(node)
+    base = rule.base if isinstance(rule, Custom) else rule
+    if base is None:
+        return
+    i, wish = wanted[0]
+    cut = base.cut_of(base.results[i], wish, setting.sizes)
+    if not cut:
+        return
+    for value, dims in zip(node.inputs, base.operands, strict=True):
+        mine = {x: axes for x, axes in cut.items() if any(x in letters for letters in dims)}
+        placed = base.placed(dims, mine, setting.sizes)
+        if mine and placed is not None and value.constant is None and even(value.aval.shape, placed, setting.sizes):
+            wishes.setdefault(value.number, placed)
+
+
+def mark_of(node: Node, setting: Setting) -> Placed:
+    """Where a mark asks its value to be."""
+    shape = tuple(node.outputs[0].aval.shape)
+    try:
+        layout = asked(node.op.name, node.op.params, setting.mesh, len(shape))
+        placed = from_layout(layout, len(shape), setting.sizes)
+    except ValueError as err:
+        raise ValueError(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
+    return placed
+
+
+def rule_of(node: Node) -> Factored | Custom:
+    """What the table says of an operation."""
+    return RULES[node.op.name](node.op)
+
+
+class _Pass:
+    def __init__(self, graph: Graph, setting: Setting, wants: Wants):
+        self.graph = graph
+        self.setting = setting
+        self.sizes = setting.sizes
+        self.wants = wants
+        self.homes: dict[int, Placed] = {}
+        self.copies: dict[int, list[Placed]] = collections.defaultdict(list)
+        self.aliases: dict[int, Value] = {}
+        self.origins: dict[int, Origins] = {}
+        self.steps: list[Step] = []
+        self.uses = collections.Counter(v.number for node in graph.nodes for v in node.inputs)
+        self.needed: dict[int, list[Placed]] = collections.defaultdict(list)
+        self.read: set[Any] = set()  # halos that some operation has fetched
+
+    def run(self, inputs: Sequence[Placed], goals: Sequence[Goal], captured: Sequence[Placed] | None) -> Arrangement:
+        graph = self.graph
+        kept = tuple(captured) if captured is not None else tuple(replicated(len(v.aval.shape)) for v in graph.captured)
+        self.free = {v.number for v, goal in zip(graph.outputs, goals, strict=True) if goal == ANYWHERE}
+        for value, placed in (*zip(graph.inputs, inputs, strict=True), *zip(graph.captured, kept, strict=True)):
+            self._made(value, placed, dict.fromkeys(placed.partial))
+        for node in graph.nodes:
+            if node.op.name in MARKS:
+                self._mark(node)
+            elif node.op.name in SAME:
+                self._rename(node)
+            else:
+                self._operate(node)
+        outputs = tuple(self._leave(v, goal) for v, goal in zip(graph.outputs, goals, strict=True))
+        return Arrangement(
+            graph, self.sizes, tuple(inputs), kept, tuple(self.steps), self.homes, outputs, self.origins, self.aliases
+        )
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def root(self, value: Value) -> Value:
+        while value.number in self.aliases:
+            value = self.aliases[value.number]
+        return value
+
+    def home(self, value: Value) -> Placed:
+        if value.number not in self.homes:  # a literal
+            self.homes[value.number] = placed = replicated(len(value.aval.shape))
+            self.copies[value.number].append(placed)
+        return self.homes[value.number]
+
+    def _made(self, value: Value, placed: Placed, origins: Origins) -> None:
+        self.homes[value.number] = placed
+        self.copies[value.number].append(placed)
+        if origins:
+            self.origins[value.number] = origins
+        settled = self.wants.settled.get(value.number)
+        if settled is not None and placed.partial and settled != placed:
+            self.bring(value, settled, None)
+            self.homes[value.number] = settled
+
+    def nearest(self, value: Value, goal: Placed) -> tuple[tuple[int, int], Placed]:
+        """The cheapest way to a place from one where the value is already."""
+        root = self.root(value)
+        self.home(value)
+        self.home(root)
+        held = self.copies[root.number]
+        if goal in held:
+            return (0, 0), goal
+        of = root.type
+        return min(((moving.cost(of, p, goal, self.sizes), p) for p in held), key=lambda pair: pair[0])
+
+    def bring(self, value: Value, goal: Placed, user: Node | None) -> None:
+        """The moves that take a value to a place, unless it's there."""
+        root = self.root(value)
+        price, source = self.nearest(value, goal)
+        self.needed[value.number].append(goal)
+        if source == goal:
+            return
+        route = moving.way(root.type, source, goal, self.sizes)
+        self.steps.append(Move(root, source, goal, route, user))
+        self.copies[root.number].append(goal)
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def _mark(self, node: Node) -> None:
+        (source,), (result,) = node.inputs, node.outputs
+        placed = mark_of(node, self.setting)
+        self.home(source)
+        self.aliases[result.number] = source
+        self.homes[result.number] = placed
+        if placed.partial:
+            self.origins[result.number] = self.origins.get(
+                self.root(source).number, dict.fromkeys(placed.partial, node)
+            )
+
+    def _rename(self, node: Node) -> None:
+        for source, result in zip(node.inputs, node.outputs, strict=True):
+            self.homes[result.number] = self.home(source)
+            self.aliases[result.number] = source
+
+    def _operate(self, node: Node) -> None:
+        ways, replicated_only = self._ways(node)
+        homes = [self.home(v) for v in node.inputs]
+        # Work that is divided stays so: an operand isn't put together (to spare its result from being Partial, say)
+        # where all of them can be worked with as they are cut.
+        ways = [s for s in ways if _keeps_cuts(homes, s.operands)] or ways
+        ways = [self._without_known(node, s) for s in ways]
+        chosen = min(ways, key=lambda s: (self._price(node, s), _tidiness(s)))
+        for value, placed in zip(node.inputs, chosen.operands, strict=True):
+            self.bring(value, placed, node)
+            self.uses[value.number] -= 1
+        self.read.update(key for key, _ in self._reads(node, chosen))
+        self.steps.append(Run(node, chosen, replicated_only))
+        for value, placed in zip(node.outputs, chosen.results, strict=True):
+            self._made(value, placed, self._why(node, chosen, placed))
+
+    def _reads(self, node: Node, strategy: Strategy) -> list[tuple[Any, tuple[Traffic, ...]]]:
+        """The halos that a strategy fetches: a key of each, and its permutes."""
+        if not isinstance(strategy.run, AfterReading):
+            return []
+        found = []
+        for read in strategy.run.reads:
+            value, placed = node.inputs[read.operand], strategy.operands[read.operand]
+            block = block_shape(value.aval.shape, placed, self.sizes)
+            found.append((read_key(self.root(value), placed, read), read.traffic(block, value.aval.dtype)))
+        return found
+
+    def _without_known(self, node: Node, strategy: Strategy) -> Strategy:
+        """What others have fetched of a neighbour isn't fetched again."""
+        left = collections.Counter({(t.kind, t.axes, t.bytes): t.count for t in strategy.traffic})
+        known = [traffic for key, traffic in self._reads(node, strategy) if key in self.read]
+        if not known:
+            return strategy
+        for traffic in known:
+            left.subtract({(t.kind, t.axes, t.bytes): t.count for t in traffic})
+        rest = tuple(Traffic(*what, count) for what, count in left.items() if count > 0)
+        return dataclasses.replace(strategy, traffic=rest, why=f"{strategy.why}, some of it shared")
+
+    def _why(self, node: Node, chosen: Strategy, placed: Placed) -> Origins:
+        found: dict[str, Node | None] = {}
+        for axis in placed.partial:
+            passed = [v for v, p in zip(node.inputs, chosen.operands, strict=True) if axis in p.partial]
+            known = [self.origins.get(self.root(v).number, {}) for v in passed]
+            found[axis] = next((k[axis] for k in known if axis in k), node)
+        return found
+
+    def _ways(self, node: Node) -> tuple[Sequence[Strategy], bool]:
+        """The strategies of an operation, and whether that it runs replicated is for want of a rule."""
+        wishes = tuple(self.wants.wishes.get(v.number) for v in node.outputs)
+        homes = tuple(self.home(v) for v in node.inputs)
+        if node.op.name in self.setting.control:
+            return self.setting.control[node.op.name](node, homes, wishes, self.setting), False
+        if node.op.name not in RULES:
+            if self.setting.unknown == "error":
+                raise NotImplementedError(
+                    f"partition: the operation {node.op.name} at {node.source or 'an unknown line'} has no rule; with "
+                    'unknown="replicate" every device does all of it'
+                )
+            return strategies(Case(node.op, homes, self.sizes, (None,) * len(wishes)), whole(node.op)), True
+        rule = rule_of(node)
+        found = strategies(Case(node.op, homes, self.sizes, wishes), rule)
+        latest = tuple(self.copies[self.root(v).number][-1] for v in node.inputs)
+        if latest != homes:
+            known = {(s.operands, s.results) for s in found}
+            more = strategies(Case(node.op, latest, self.sizes, wishes), rule)
+            found += [s for s in more if (s.operands, s.results) not in known]
+        return found, False
+
+    def _price(self, node: Node, strategy: Strategy) -> Price:
+        total, count, moves = float(strategy.bytes), float(strategy.collectives), 0
+        seen = set()
+        for value, placed in zip(node.inputs, strategy.operands, strict=True):
+            if (value.number, placed) in seen:
+                continue
+            seen.add((value.number, placed))
+            (received, collectives), source = self.nearest(value, placed)
+            moves += source != placed
+            if received and self.home(value).partial and not placed.partial:
+                # Others will need it reduced, too.
+                share = max(1, self.uses[value.number])
+                received, collectives = received / share, collectives / share
+            total += received
+            count += collectives
+        memory = 0
+        for value, placed in zip(node.outputs, strategy.results, strict=True):
+            received, collectives = self._later(value, placed)
+            total += received
+            count += collectives
+            memory += costs.local_bytes(block_shape(value.aval.shape, placed, self.sizes), value.aval.dtype.itemsize)
+        return Price(total + costs.work(strategy.flops), count, moves, memory)
+
+    def _later(self, value: Value, placed: Placed) -> tuple[float, float]:
+        """What a result costs one day, for where it is."""
+        wish = self.wants.wishes.get(value.number)
+        if wish is None or (wish.partial and wish.reduce != placed.reduce):
+            wish = placed.without_partial() if value.number not in self.free else placed
+        return moving.cost(value.type, placed, wish, self.sizes)
+
+    # --- outputs ----------------------------------------------------------------------------------
+
+    def _leave(self, value: Value, goal: Goal) -> Placed:
+        placed = self.home(value)
+        if isinstance(goal, Placed):
+            placed = goal
+        elif goal == REDUCED and placed.partial:
+            held = [p for p in self.copies[self.root(value).number] if not p.partial]
+            placed = held[0] if held else placed.without_partial()
+        self.bring(value, placed, None)
+        return placed
+
+    # --- what the next pass may know --------------------------------------------------------------
+
+    def learned(self, wants: Wants) -> Wants:
+        """Where users needed values, as wishes for the next pass."""
+        wishes, settled = dict(wants.wishes), dict(wants.settled)
+        fresh: dict[int, Placed] = {}
+        for number, needs in self.needed.items():
+            home = self.homes.get(number)
+            if home is None or number in self.aliases:
+                continue
+            whole_needs = [p for p in needs if not p.partial]
+            if home.partial and whole_needs and len(needs) > 1 and number not in settled:
+                settled[number] = whole_needs[0]
+            if not home.partial and number not in wishes and len({*needs}) == 1 and needs[0] != home:
+                fresh[number] = needs[0]
+        if fresh:
+            wishes.update(fresh)
+            for node in reversed(self.graph.nodes):
+                hand_back(node, wishes, self.setting)
+        return Wants(wishes, settled)
+
+
+def _keeps_cuts(before: Sequence[Placed], after: Sequence[Placed]) -> bool:
+    """Whether what is cut stays cut as it is."""
+    return all(
+        b[: len(a)] == a for p, q in zip(before, after, strict=True) for a, b in zip(p.dims, q.dims, strict=True)
+    )
+
+
+def _tidiness(strategy: Strategy) -> tuple[int, int]:
+    """Of two that cost the same: results that aren't Partial, then those cut more."""
+    results = strategy.results
+    return sum(len(p.partial) for p in results), -sum(len(p.cut_axes) for p in results)

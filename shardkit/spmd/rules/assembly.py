@@ -1,0 +1,99 @@
+"""Operations that put arrays together or take parts at fixed places: concatenate, pad, slice, split."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit.spmd.placed import Sizes, parts
+from shardkit.spmd.rules.factored import ANY, Cut, Factored, Local, Together, names, one_letter_each
+from shardkit.spmd.rules.strategy import Op
+
+
+def concatenate(op: Op) -> Factored:
+    """The dim along which they're put together must be whole."""
+    dim = op.params["dimension"]
+    letters = names(op.results[0].ndim)
+    sizes = dict(zip(letters, op.results[0].shape, strict=True))
+    operands, whole = [], {letters[dim]}
+    for i, t in enumerate(op.operands):
+        mine = list(letters)
+        mine[dim] = f"part{i}"
+        sizes[mine[dim]] = t.shape[dim]
+        whole.add(mine[dim])
+        operands.append(mine)
+    together = Together(frozenset(range(len(operands))), ANY)
+    return Factored(
+        one_letter_each(*operands), one_letter_each(letters), sizes, frozenset(whole), linear=(together,), uneven=True
+    )
+
+
+def split(op: Op) -> Factored:
+    """The dim that is split must be whole."""
+    axis = op.params["axis"]
+    letters = names(op.operands[0].ndim)
+    sizes = dict(zip(letters, op.operands[0].shape, strict=True))
+    results, whole = [], {letters[axis]}
+    for i, t in enumerate(op.results):
+        mine = list(letters)
+        mine[axis] = f"part{i}"
+        sizes[mine[axis]] = t.shape[axis]
+        whole.add(mine[axis])
+        results.append(mine)
+    linear = (Together(frozenset({0}), ANY),)
+    return Factored(
+        one_letter_each(letters), one_letter_each(*results), sizes, frozenset(whole), linear=linear, uneven=True
+    )
+
+
+def pad(op: Op) -> Factored:
+    """Dims that are padded (or cropped) must be whole. Contributions are padded with zeros only."""
+    config = op.params["padding_config"]
+    operand, result = op.operands[0], op.results[0]
+    before, after = names(operand.ndim), names(operand.ndim)
+    sizes = dict(zip(before, operand.shape, strict=True))
+    whole = set()
+    for d, (low, high, interior) in enumerate(config):
+        if low or high or interior:
+            after[d] = f"padded{d}"
+            sizes[after[d]] = result.shape[d]
+            whole.update((before[d], after[d]))
+    value = op.constants[1] if len(op.constants) > 1 else None
+    zero = value is not None and np.ndim(value) == 0 and jnp.issubdtype(operand.dtype, jnp.number) and not value
+    linear = (Together(frozenset({0})),) if zero else (Together(frozenset({0, 1})),)
+    return Factored(
+        (*one_letter_each(before), ()), one_letter_each(after), sizes, frozenset(whole), linear=linear, uneven=True
+    )
+
+
+def slice_(op: Op) -> Factored:
+    """Dims of which a part is taken must be whole."""
+    start, limit = op.params["start_indices"], op.params["limit_indices"]
+    strides = op.params["strides"] or (1,) * len(start)
+    shape = op.operands[0].shape
+    before, after = names(len(shape)), names(len(shape))
+    sizes = dict(zip(before, shape, strict=True))
+    whole = set()
+    for d, size in enumerate(shape):
+        if (start[d], limit[d], strides[d]) != (0, size, 1):
+            after[d] = f"part{d}"
+            sizes[after[d]] = op.results[0].shape[d]
+            whole.update((before[d], after[d]))
+
+    def local(cut: Cut, mesh: Sizes) -> Local:
+        ends = [-(-limit[d] // parts(cut.get(x, ()), mesh)) if x in cut else limit[d] for d, x in enumerate(before)]
+        return Local({**op.params, "limit_indices": tuple(ends)})
+
+    linear = (Together(frozenset({0}), ANY),)
+    return Factored(
+        one_letter_each(before),
+        one_letter_each(after),
+        sizes,
+        frozenset(whole),
+        linear=linear,
+        local=local,
+        uneven=True,
+    )
+
+
+RULES = {"concatenate": concatenate, "split": split, "pad": pad, "slice": slice_}

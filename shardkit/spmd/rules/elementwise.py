@@ -1,0 +1,101 @@
+"""Operations that work on each element alone."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from shardkit.spmd.rules.factored import ANY, Factored, Together, elementwise
+from shardkit.spmd.rules.strategy import Op
+
+NONLINEAR = (
+    "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "
+    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to "
+    "lgamma log log1p logistic lt lt_to ne nextafter not polygamma population_count pow regularized_incomplete_beta rem "
+    "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta "
+    "reduce_precision threefry2x32 random_fold_in stop_gradient"
+).split()
+
+
+def _first(op: Op) -> Factored:
+    return elementwise(op, (Together(frozenset({0})),))
+
+
+def same(op: Op) -> Factored:
+    """What hands elements on unchanged: whatever the contributions wait for, it's still right."""
+    return elementwise(op, (Together(frozenset({0}), ANY),))
+
+
+def cast(op: Op) -> Factored:
+    """Between floats (and complex) sums pass; a cast to or from integers and bools needs the value itself."""
+    before, after = op.operands[0].dtype, op.results[0].dtype
+    linear = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
+    real_part = jnp.issubdtype(before, jnp.complexfloating) and not jnp.issubdtype(after, jnp.complexfloating)
+    return elementwise(op, (Together(frozenset({0})),) if linear and not real_part else ())
+
+
+def both(op: Op) -> Factored:
+    """Sums of contributions are contributions to the sum."""
+    return elementwise(op, (Together(frozenset(range(len(op.operands)))),))
+
+
+def product(op: Op) -> Factored:
+    """Linear in each factor, the other one whole."""
+    return elementwise(op, (Together(frozenset({0})), Together(frozenset({1}))))
+
+
+def quotient(op: Op) -> Factored:
+    """Linear in what is divided; not so for integers, which round."""
+    exact = jnp.issubdtype(op.results[0].dtype, jnp.inexact)
+    return elementwise(op, (Together(frozenset({0})),) if exact else ())
+
+
+def select(op: Op) -> Factored:
+    """The same choice among contributions on every device."""
+    return elementwise(op, (Together(frozenset(range(1, len(op.operands))), ANY),))
+
+
+def _extreme(kind: str, boolean: str):
+    def rule(op: Op) -> Factored:
+        kinds = (kind, boolean) if op.results[0].dtype == bool else (kind,)
+        return elementwise(op, (Together(frozenset({0, 1}), kinds),))
+
+    return rule
+
+
+def logical(kind: str):
+    """``and`` of contributions to an all, ``or`` of those to an any."""
+
+    def rule(op: Op) -> Factored:
+        return elementwise(op, (Together(frozenset({0, 1}), (kind,)),) if op.results[0].dtype == bool else ())
+
+    return rule
+
+
+def barrier(op: Op) -> Factored:
+    """``optimization_barrier``: operands of any shapes, each as it is."""
+    letters = [[f"{i}.{d}" for d in range(t.ndim)] for i, t in enumerate(op.operands)]
+    dims = tuple(tuple((x,) for x in mine) for mine in letters)
+    sizes = {x: s for mine, t in zip(letters, op.operands, strict=True) for x, s in zip(mine, t.shape, strict=True)}
+    return Factored(dims, dims, sizes, uneven=True)
+
+
+RULES = {name: elementwise for name in NONLINEAR} | {
+    "neg": _first,
+    "real": _first,
+    "imag": _first,
+    "conj": _first,
+    "copy": same,
+    "copy_p": same,
+    "convert_element_type": cast,
+    "complex": both,
+    "add": both,
+    "add_any": both,
+    "sub": both,
+    "mul": product,
+    "div": quotient,
+    "select_n": select,
+    "max": _extreme("max", "any"),
+    "min": _extreme("min", "all"),
+    "and": logical("all"),
+    "or": logical("any"),
+}
