@@ -64,5 +64,14 @@ from shardkit.spatial import (
     ring_roll,
     ring_scale_and_translate,
 )
+from shardkit.spmd import (
+    Partitioned,
+    Program,
+    constrain,
+    infer_gradient_placements,
+    infer_placements,
+    on_mesh,
+    partition,
+)
 
 __version__ = "0.1.0"

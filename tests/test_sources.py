@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 import shardkit.inspect
-from shardkit.sources import Frame
-from shardkit.sources import short_location, user_frame
+from shardkit.sources import Frame, short_location, user_frame
 
 USER = Frame("/home/user/model.py", 12)
 OUTER = Frame("/home/user/train.py", 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 
-from shardkit.inspect import groups as groups_lib
 from shardkit import sources
+from shardkit.inspect import groups as groups_lib
 from shardkit.inspect import hlo, shapes
 from shardkit.inspect.groups import Groups
 from shardkit.inspect.report import Collective

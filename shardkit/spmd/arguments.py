@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardkit.arrays import Padded, PartialArray
 from shardkit.arrays.partial import is_whole
 from shardkit.placements import AnyMesh, Layout, Placement, layout_of
+from shardkit.reshard.regions import same_place
 
 INFERRED = "inferred"
 
@@ -52,8 +53,8 @@ def spread(prefix: Any, tree: Any, name: str) -> list[Any]:
         branches = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as err:
         raise ValueError(
-            f"partition: {name} doesn't match the tree it speaks of: {err}; give placements once for a whole branch, or "
-            "a tree of the same structure"
+            f"partition: {name} doesn't match the tree it speaks of: {err}; give placements once for a whole branch, "
+            "or a tree of the same structure"
         ) from err
     return [x for x, branch in zip(leaves, branches, strict=True) for _ in jax.tree.leaves(branch, is_leaf=is_whole)]
 
@@ -185,8 +186,8 @@ def _per_argument(in_placements: Any, count: int) -> list[Any]:
         return [in_placements] * count
     if len(in_placements) > count:
         raise ValueError(
-            f"partition: in_placements has {len(in_placements)} entries for {count} positional arguments; give one each "
-            "(None: as the arrays are), or placements once, for all"
+            f"partition: in_placements has {len(in_placements)} entries for {count} positional arguments; give one "
+            "each (None: as the arrays are), or placements once, for all"
         )
     return [*in_placements, *[None] * (count - len(in_placements))]
 
@@ -199,7 +200,7 @@ def _layout(x: Any, given: Any, mesh: AnyMesh, name: str) -> Layout:
         layout = _own(x, mesh, name)
     else:
         try:
-            layout = Layout(mesh, given).resolved(len(shape))
+            layout = Layout(getattr(given, "mesh", mesh), given).resolved(len(shape))
         except ValueError as err:
             raise ValueError(f"partition: {name} of shape {shape}: {err}") from err
     layout.reduce  # noqa: B018  # two kinds are refused before anything else is
@@ -212,7 +213,7 @@ def _layout(x: Any, given: Any, mesh: AnyMesh, name: str) -> Layout:
 
 
 def _own(x: Any, mesh: AnyMesh, name: str) -> Layout:
-    """Where an array says it is; whole on every device if it says nothing of this mesh."""
+    """Where an array says it is (on a mesh of its own, maybe); whole on every device if it says nothing."""
     ndim = len(shape_of(x))
     if isinstance(x, jax.ShapeDtypeStruct):
         found = Layout(x.sharding.mesh, x.sharding) if isinstance(x.sharding, NamedSharding) else None
@@ -226,9 +227,9 @@ def _own(x: Any, mesh: AnyMesh, name: str) -> Layout:
                 f"partition: under jax.jit, on Auto mesh axes, only the compiler knows where {name} is; say it in "
                 "in_placements, or call the partitioned function outside jit (it's jitted itself)"
             )
-    if found is not None and dict(found.mesh.shape) == dict(mesh.shape) and found.mesh.axis_names == mesh.axis_names:
-        return found.on(mesh).resolved(ndim)
-    return Layout(mesh, {}).resolved(ndim)
+    if found is None:
+        return Layout(mesh, {}).resolved(ndim)
+    return (found.on(mesh) if same_place(found.mesh, mesh) else found).resolved(ndim)
 
 
 def _name(fun: Callable, path: Any) -> str:

@@ -1,4 +1,4 @@
-"""A graph with a place for every value, and the moves between them: what propagation makes and everything else reads."""
+"""A graph with a place for every value, and the moves between them: what propagation makes and all else reads."""
 
 from __future__ import annotations
 

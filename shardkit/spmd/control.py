@@ -273,8 +273,8 @@ def shard_map(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> S
     mesh = params["mesh"]
     if any(setting.mesh.shape.get(name) != size for name, size in mesh.shape.items()):
         raise ValueError(
-            f"partition: the shard_map at {node.source or 'an unknown line'} runs on mesh {dict(mesh.shape)}, but the program "
-            f"on {dict(setting.mesh.shape)}; use the same axes"
+            f"partition: the shard_map at {node.source or 'an unknown line'} runs on mesh {dict(mesh.shape)}, but "
+            f"the program on {dict(setting.mesh.shape)}; use the same axes"
         )
 
     def places(specs: Sequence[Any], values: Sequence[Any]) -> Places:

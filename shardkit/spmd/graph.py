@@ -78,6 +78,18 @@ class Node:
         return user_frame(found)
 
     @functools.cached_property
+    def key(self) -> Any:
+        """Operations of equal keys do the same to values of the same types: whole layers of a network are alike."""
+        op = self.op
+        scalars = tuple("" if v.constant is None else repr(v.scalar) for v in self.inputs)
+        try:
+            found = (op.name, tuple(sorted(op.params.items())), op.operands, op.results, scalars)
+            hash(found)
+        except TypeError:  # a parameter that doesn't hash, or functions that don't sort
+            return self
+        return found if not self.bodies else self
+
+    @functools.cached_property
     def source(self) -> str:
         """The user's line, as text."""
         return short_location(self.frame)

@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching, mlir
 
 from shardkit.meshes import ambient_mesh
 from shardkit.placements import AnyMesh, Layout, Partial, Placements, Shard
+from shardkit.reshard import reshard
 
 constrain_p = jex_core.Primitive("sk_constrain")
 _tokens = itertools.count()
@@ -67,8 +68,8 @@ def _outside(x: jax.Array, *, placements: Any) -> jax.Array:
     mesh = ambient_mesh()
     if mesh is None:
         raise ValueError(
-            "sk.constrain speaks to sk.partition, and this function runs outside it with no ambient mesh; partition it, "
-            "or use jax.lax.with_sharding_constraint"
+            "sk.constrain speaks to sk.partition, and this function runs outside it with no ambient mesh; partition "
+            "it, or use jax.lax.with_sharding_constraint"
         )
     layout = Layout(mesh, thawed(placements))
     if layout.partial_axes:
@@ -108,12 +109,82 @@ batching.primitive_batchers[constrain_p] = _batched
 mlir.register_lowering(constrain_p, mlir.lower_fun(_outside, multiple_results=False))
 
 
+on_mesh_p = jex_core.Primitive("sk_on_mesh")
+
+
+def on_mesh(x: Any, mesh: AnyMesh, placements: Placements | Layout) -> Any:
+    """Inside a partitioned function: from here on this value lives on another mesh.
+
+    What is computed from it runs there: a stage of a pipeline, on devices of its own. Each crossing is two reshards,
+    what the mesh that is left does and what the other one does, with the transfer between them; the cotangent goes
+    back to where the value came from. Arguments may live on any of the meshes (say so with a ``NamedSharding`` or
+    ``sk.Layout``). Stages run one after the other. Outside ``sk.partition`` it's ``sk.reshard``.
+
+    Args:
+      x: an array or a pytree of them.
+      mesh: where it shall be.
+      placements: in any form, on that mesh; no Partial.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: placements that the mesh doesn't have, Partial. (When the function is partitioned: values of two
+        meshes that meet in one operation; a crossing within a loop.)
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> one, two = sk.make_mesh({"dp": 1}), sk.make_mesh({"tp": 1})
+      >>> fun = sk.partition(lambda x: sk.on_mesh(x * 2, two, [sk.Replicate()]) + 1, [sk.Shard(0)], mesh=one)
+      >>> fun(jnp.arange(2.0)).tolist()
+      [1.0, 3.0]
+    """
+    layout = Layout(mesh, placements)
+    if layout.partial_axes:
+        raise ValueError(
+            f"sk.on_mesh: {list(layout.placements)} has Partial, but contributions are reduced before they cross; "
+            "give Shard or Replicate"
+        )
+    return jax.tree.map(lambda leaf: on_mesh_p.bind(leaf, layout=layout.resolved(leaf.ndim), token=next(_tokens)), x)
+
+
+def _cross(x: Any, *, layout: Layout | None, token: int) -> Any:
+    if layout is None:
+        raise ValueError("the cotangent of sk.on_mesh goes back to another mesh inside sk.partition only")
+    return reshard(x, layout)
+
+
+def _cross_back(cotangent: Any, x: Any, *, layout: Layout | None, token: int) -> list[Any]:
+    # Where the value came from is known to the program only: by its token.
+    return [cotangent if type(cotangent) is ad.Zero else on_mesh_p.bind(cotangent, layout=None, token=token)]
+
+
+def _cross_batched(args: Any, dims: Any, *, layout: Layout | None, token: int) -> tuple[Any, Any]:
+    (x,), (dim,) = args, dims
+    last = jax.numpy.moveaxis(x, dim, -1)
+    wider = None if layout is None else Layout(layout.mesh, _by_axis(layout)).resolved(last.ndim)
+    return on_mesh_p.bind(last, layout=wider, token=token), last.ndim - 1
+
+
+def _by_axis(layout: Layout) -> dict[str, Any]:
+    return dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
+
+
+on_mesh_p.def_impl(_cross)
+on_mesh_p.def_abstract_eval(lambda x, *, layout, token: x)
+ad.deflinear2(on_mesh_p, _cross_back)
+batching.primitive_batchers[on_mesh_p] = _cross_batched
+mlir.register_lowering(on_mesh_p, mlir.lower_fun(_cross, multiple_results=False))
+
+
 def asked(name: str, params: Any, mesh: AnyMesh, ndim: int) -> Layout:
     """The layout that a mark asks for: of ``sk.constrain`` or of ``lax.with_sharding_constraint``.
 
     Raises:
       ValueError: axes that the mesh doesn't have; a dim out of range; a sharding of a kind that names no axes.
     """
+    if name == "sk_on_mesh":  # on the mesh it is on already
+        return params["layout"].on(mesh)
     given = thawed(params["placements"]) if name == "sk_constrain" else params["sharding"]
     if name != "sk_constrain":
         spec = getattr(given, "spec", None)

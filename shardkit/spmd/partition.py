@@ -9,22 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from shardkit.arrays import Padded, PartialArray
-from shardkit.arrays.entering import enter
 from shardkit.arrays.partial import is_whole
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
-from shardkit.placements import AnyMesh, Layout, Placements, layout_of
-from shardkit.spmd.arguments import INFERRED, Call, abstract, read_call, shape_of, spread
-from shardkit.spmd.arrangement import Arrangement
-from shardkit.spmd.control import CONTROL
-from shardkit.spmd.execute import execute
-from shardkit.spmd.graph import Graph
-from shardkit.spmd.placed import Placed, even, from_layout, to_layout
+from shardkit.placements import AnyMesh, Layout
+from shardkit.spmd.arguments import INFERRED, Call, abstract, read_call, spread
 from shardkit.spmd.program import Program
-from shardkit.spmd.propagate import ANYWHERE, REDUCED, Goal, Setting, arrange
+from shardkit.spmd.propagate import ANYWHERE, REDUCED
+from shardkit.spmd.ready import Ready, make_ready
 from shardkit.spmd.trace import trace
 
 UNKNOWN = ("replicate", "error")
@@ -49,8 +42,8 @@ def partition(
     least. The result runs in one ``shard_map`` in which every mesh axis is manual.
 
     Args:
-      fun: of pytrees of arrays, written for one device. ``jax.grad`` and optax updates in it are operations like others;
-        so are ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint``. ``sk.constrain`` and
+      fun: of pytrees of arrays, written for one device. ``jax.grad`` and optax updates in it are operations like
+        others; so are ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint``. ``sk.constrain`` and
         ``lax.with_sharding_constraint`` say where a value shall be.
       in_placements: placements in any form, once for all arguments; or a tuple with one entry an argument, each
         placements or a pytree of them that is a prefix of the argument. None: as the arrays are (replicated, if they
@@ -66,8 +59,8 @@ def partition(
       A ``Partitioned``: call it as ``fun``; ``.program(*args)`` shows what it does.
 
     Raises:
-      ValueError: placements that don't match the arguments, sizes that don't divide (give a ``Padded``), unknown options,
-        no mesh; a mark in ``fun`` that names an axis the mesh doesn't have.
+      ValueError: placements that don't match the arguments, sizes that don't divide (give a ``Padded``), unknown
+        options, no mesh; a mark in ``fun`` that names an axis the mesh doesn't have.
       NotImplementedError: host callbacks and other effects, by name and line; with ``unknown="error"`` an operation
         without a rule.
 
@@ -95,13 +88,11 @@ def _positions(given: int | Sequence[int]) -> frozenset[int]:
 
 @dataclasses.dataclass
 class _Made:
-    """A program that is ready to run."""
+    """What is known of calls of one kind: the program, and the pytree of its results."""
 
-    graph: Graph
-    arrangement: Arrangement
+    ready: Ready
     results: Any
     program: Program
-    run: Any = None
 
 
 class Partitioned:
@@ -122,16 +113,8 @@ class Partitioned:
         self._known: dict[Any, _Made] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, mesh, made = self._prepare(args, kwargs)
-        entered = [
-            enter(x, la, name, "partition") for x, la, name in zip(call.arrays, call.layouts, call.names, strict=True)
-        ]
-        outs = self._runnable(made, call, mesh)(*(x for x, _ in entered))
-        labelled = [
-            _label(x, to_layout(p, mesh), tuple(s.shape))
-            for x, p, s in zip(outs, made.arrangement.outputs, jax.tree.leaves(made.results), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(made.results), labelled)
+        call, made = self._prepare(args, kwargs)
+        return jax.tree.unflatten(jax.tree.structure(made.results), made.ready(call))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As the method of a jitted function: the program for XLA, for the machine its mesh is made of.
@@ -142,9 +125,14 @@ class Partitioned:
         Returns:
           A ``jax.stages.Lowered``, which ``sk.collectives`` and ``sk.memory`` take, too.
         """
-        call, mesh, made = self._prepare(args, kwargs)
-        given = [_described(x, la) for x, la in zip(call.arrays, call.layouts, strict=True)]
-        return self._runnable(made, call, mesh).lower(*given)
+        made = self._prepare(args, kwargs)[1]
+        if len(made.ready.stages) > 1:
+            raise ValueError(
+                "partition: this function runs on several meshes (sk.on_mesh), and a program for XLA on one; look at "
+                ".program(...).for_mesh(mesh)"
+            )
+        (stage,) = made.ready.stages
+        return stage.runnable().lower(*stage.described())
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program for these arguments, without running it; ``jax.ShapeDtypeStruct`` will do as arrays.
@@ -152,16 +140,14 @@ class Partitioned:
         Returns:
           A ``Program``: print it; ``.steps``, ``.reshards``, ``.bytes_per_device``, ``.to_dict()``.
         """
-        return self._prepare(args, kwargs)[2].program
+        return self._prepare(args, kwargs)[1].program
 
-    def _runnable(self, made: _Made, call: Call, mesh: AnyMesh) -> Any:
-        if made.run is None:
-            donated = tuple(i for i, d in enumerate(call.donated) if d)
-            specs = [la.stack_spec(len(shape_of(x))) for la, x in zip(call.layouts, call.arrays, strict=True)]
-            made.run = jax.jit(_region(made, specs, mesh), donate_argnums=donated)
-        return made.run
+    def inspect(self, *args: Any, **kwargs: Any) -> tuple[Program, Any]:
+        """The program, and the pytree of ``jax.ShapeDtypeStruct`` that the function returns."""
+        made = self._prepare(args, kwargs)[1]
+        return made.program, made.results
 
-    def _prepare(self, args: tuple, kwargs: dict) -> tuple[Call, AnyMesh, _Made]:
+    def _prepare(self, args: tuple, kwargs: dict) -> tuple[Call, _Made]:
         mesh = self._find_mesh(args, kwargs)
         call = read_call(self._fun, args, kwargs, self._in, mesh, self._static, self._donate)
         try:
@@ -170,12 +156,12 @@ class Partitioned:
         except TypeError as err:
             bad = [v for _, v in call.statics if getattr(type(v), "__hash__", None) is None]
             raise TypeError(
-                f"partition: the static arguments {bad} don't hash, so that nobody can tell whether the program is known; "
-                "use hashable ones"
+                f"partition: the static arguments {bad} don't hash, so that nobody can tell whether the program is "
+                "known; use hashable ones"
             ) from err
         if made is None:
             made = self._known[key] = self._make(call, mesh)
-        return call, mesh, made
+        return call, made
 
     def _find_mesh(self, args: tuple, kwargs: dict) -> AnyMesh:
         given = self._mesh
@@ -186,102 +172,40 @@ class Partitioned:
         mesh = concrete_mesh(resolve_mesh(given, *arrays, what="partition"))
         if manual_axes():
             raise ValueError(
-                f"partition: the mesh axes {sorted(manual_axes())} are manual here (inside jax.shard_map), where a value is "
-                "one device's block already; call it outside"
+                f"partition: the mesh axes {sorted(manual_axes())} are manual here (inside jax.shard_map), where a "
+                "value is one device's block already; call it outside"
             )
         return mesh
 
     def _make(self, call: Call, mesh: AnyMesh) -> _Made:
-        sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-
         def flat(*values: Any) -> Any:
             args, kwargs = call.rebuild(values)
             return self._fun(*args, **kwargs)
 
         with _ambient(mesh):
             graph, results = trace(flat, *map(abstract, call.arrays))
-        goals = self._goals(results, mesh, sizes)
-        setting = Setting(mesh, sizes, self._unknown, CONTROL)
-        inputs = [from_layout(la, len(v.aval.shape), sizes) for la, v in zip(call.layouts, graph.inputs, strict=True)]
-        captured = [_captured(v.constant, mesh, sizes) for v in graph.captured]
-        arrangement = arrange(graph, inputs, goals, setting, captured)
-        program = Program(
-            arrangement, mesh, call.names, [jax.tree_util.keystr(p) for p, _ in jax.tree.flatten_with_path(results)[0]]
-        )
-        return _Made(graph, arrangement, results, program)
+        ready = make_ready(graph, call.layouts, self._goals(results, mesh), mesh, self._unknown)
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree.flatten_with_path(results)[0]]
+        return _Made(ready, results, Program(ready, mesh, call.names, names))
 
-    def _goals(self, results: Any, mesh: AnyMesh, sizes: Any) -> list[Goal]:
+    def _goals(self, results: Any, mesh: AnyMesh) -> list[Any]:
         given = spread(self._out, results, "out_placements")
-        goals: list[Goal] = []
+        goals: list[Any] = []
         for said, leaf in zip(given, jax.tree.leaves(results), strict=True):
             if said is None:
                 goals.append(REDUCED)
-            elif said == INFERRED:
-                goals.append(ANYWHERE)
             elif isinstance(said, str):
-                raise ValueError(f'partition: out_placements has {said!r}; use placements, None or "inferred"')
+                if said != INFERRED:
+                    raise ValueError(f'partition: out_placements has {said!r}; use placements, None or "inferred"')
+                goals.append(ANYWHERE)
             else:
-                layout = Layout(mesh, said).resolved(len(leaf.shape))
-                layout.reduce  # noqa: B018
-                goals.append(from_layout(layout, len(leaf.shape), sizes))
+                layout = Layout(getattr(said, "mesh", mesh), said).resolved(len(leaf.shape))
+                layout.reduce  # noqa: B018  # two kinds are refused before anything else is
+                goals.append(layout)
         return goals
-
-
-def _described(x: Any, layout: Layout) -> jax.ShapeDtypeStruct:
-    """What enters the region for an argument: its stack of contributions, its padded blocks, itself."""
-    lead = tuple(layout.mesh.shape[a] for a in layout.partial_axes)
-    shape = (*lead, *layout.padded_shape(shape_of(x)))
-    sharding = NamedSharding(layout.mesh, layout.stack_spec(len(shape) - len(lead)))  # type: ignore[arg-type]
-    return jax.ShapeDtypeStruct(shape, abstract(x).dtype, sharding=sharding)
 
 
 def _ambient(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
     """The mesh with Auto axes: constraints in the traced function may name axes, and types stay free of them."""
     abstract = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return jax.sharding.use_abstract_mesh(abstract)
-
-
-def _captured(array: Any, mesh: AnyMesh, sizes: Any) -> Placed:
-    """Where an array that the function captured is."""
-    try:
-        layout = layout_of(array)
-    except ValueError:
-        layout = None
-    if layout is None or dict(layout.mesh.shape) != dict(mesh.shape):
-        layout = Layout(mesh, {})
-    return from_layout(layout, np.ndim(array), sizes)
-
-
-def _region(made: _Made, in_specs: Sequence[Any], mesh: AnyMesh) -> Callable:
-    """The program as a function of whole arrays (and stacks of contributions)."""
-    arrangement, graph = made.arrangement, made.graph
-    outs = [to_layout(p, mesh) for p in arrangement.outputs]
-    kept = [to_layout(p, mesh).stack_spec(len(p.dims)) for p in arrangement.captured]
-    constants = [v.constant for v in graph.captured]
-
-    def body(blocks: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
-        # Of a stack of contributions this device's, without leading dims.
-        given = [b.reshape(b.shape[b.ndim - len(p.dims) :]) for b, p in zip(blocks, arrangement.inputs, strict=True)]
-        results = execute(arrangement, given, captured)
-        return [r.reshape((1,) * len(p.partial) + r.shape) for r, p in zip(results, arrangement.outputs, strict=True)]
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,  # type: ignore[arg-type]
-        in_specs=(list(in_specs), kept),
-        out_specs=[la.stack_spec(len(p.dims)) for la, p in zip(outs, arrangement.outputs, strict=True)],
-        check_vma=False,  # the program itself says where everything is
-    )
-
-    def run(*arrays: Any) -> list[Any]:
-        return mapped(list(arrays), constants)
-
-    return run
-
-
-def _label(x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:
-    placed = from_layout(layout, len(shape), dict(layout.mesh.shape))
-    padded = None if even(shape, placed, dict(layout.mesh.shape)) else shape
-    if layout.partial_axes:
-        return PartialArray(x, layout, padded)
-    return x if padded is None else Padded(x, padded)

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.placements import AnyMesh, Placement
+from shardkit.placements import AnyMesh, Layout, Placement
+from shardkit.reshard.crossing import crossing as way_across
 from shardkit.reshard.describe import ReshardStep, describe
-from shardkit.reshard.plan import ReshardPlan
+from shardkit.reshard.plan import ReshardPlan, plan_reshard
+from shardkit.reshard.regions import region_between, same_place
 from shardkit.spmd.arrangement import Arrangement, Move, Run
 from shardkit.spmd.graph import Node, Value
-from shardkit.spmd.placed import Placed, block_shape, text, to_layout, to_placements
+from shardkit.spmd.placed import Placed, block_shape, from_layout, text, to_layout, to_placements
+from shardkit.spmd.ready import Ready, ReadyStage
+from shardkit.spmd.stages import Crossing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,7 @@ class ProgramReshard:
       source: the line of the operation that needs it; "" for an output.
       made_by: of each Partial axis, the operation (and its line) that left the value Partial.
       plan: as ``sk.plan_reshard`` gives it.
+      crosses: it's one half of a crossing between meshes (``sk.on_mesh``).
     """
 
     value: str
@@ -92,6 +97,7 @@ class ProgramReshard:
     source: str
     made_by: dict[str, str]
     plan: ReshardPlan = dataclasses.field(repr=False)
+    crosses: bool = False
 
     @property
     def bytes_per_device(self) -> int:
@@ -106,41 +112,94 @@ class Program:
       mesh: that it runs on.
     """
 
-    def __init__(self, arrangement: Arrangement, mesh: AnyMesh, inputs: Sequence[str], outputs: Sequence[str]):
+    def __init__(self, ready: Ready, mesh: AnyMesh, inputs: Sequence[str], outputs: Sequence[str], only: Any = None):
         self.mesh = mesh
-        self._arrangement = arrangement
+        self._ready = ready
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
+        self._only = only
+
+    @property
+    def _stages(self) -> list[ReadyStage]:
+        """Those that this program shows."""
+        return [r for r in self._ready.stages if self._only is None or same_place(r.stage.mesh, self._only)]
 
     @functools.cached_property
     def steps(self) -> tuple[ProgramStep, ...]:
         """Inputs, operations, reshards and outputs, in order; those in loops right after the loop."""
-        return tuple(_Reader(self.mesh).program(self._arrangement, self._inputs, self._outputs))
+        return tuple(_Reader(self._ready, self._inputs, self._outputs).steps(self._stages))
 
     @property
     def reshards(self) -> tuple[ProgramReshard, ...]:
-        """What was inserted, in order."""
+        """What was inserted, in order. A crossing between meshes is two: one on either."""
         return tuple(s.reshard for s in self.steps if s.reshard is not None)
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device receives in one run of the program."""
-        return self._arrangement.bytes
+        """What one device receives in one run of the program (on several meshes: one device of each, together)."""
+        crossing = sum(s.bytes for s in self.steps if s.reshard is not None and s.reshard.crosses)
+        return sum(r.arrangement.bytes for r in self._stages) + crossing
 
     @property
     def collectives(self) -> int:
         """How many collectives one run has, those in loops as often as they run."""
-        return self._arrangement.collectives
+        crossing = sum(s.collectives for s in self.steps if s.reshard is not None and s.reshard.crosses)
+        return sum(r.arrangement.collectives for r in self._stages) + crossing
+
+    @property
+    def meshes(self) -> tuple[AnyMesh, ...]:
+        """Those that its stages run on, in order."""
+        found: list[AnyMesh] = []
+        for ready in self._stages:
+            if not any(same_place(ready.stage.mesh, known) for known in found):
+                found.append(ready.stage.mesh)
+        return tuple(found)
+
+    def for_mesh(self, mesh: AnyMesh) -> Program:
+        """What the devices of one mesh do: its stages, and of each crossing its half.
+
+        Raises:
+          ValueError: nothing runs on that mesh.
+        """
+        if not any(same_place(mesh, known) for known in self.meshes):
+            raise ValueError(
+                f"nothing of this program runs on mesh {dict(mesh.shape)}; it has "
+                f"{[dict(m.shape) for m in self.meshes]}"
+            )
+        return Program(self._ready, mesh, self._inputs, self._outputs, only=mesh)
 
     @property
     def in_placements(self) -> tuple[tuple[Placement, ...], ...]:
         """Of each input array."""
-        return tuple(_placements(p, self.mesh) for p in self._arrangement.inputs)
+        return tuple(layout.placements for layout in self._ready.layouts)
 
     @property
     def out_placements(self) -> tuple[tuple[Placement, ...], ...]:
         """Of each output array."""
-        return tuple(_placements(p, self.mesh) for p in self._arrangement.outputs)
+        return tuple(_placements(placed, r.stage.mesh) for r, _, placed in self._leaving)
+
+    @property
+    def _leaving(self) -> list[tuple[ReadyStage, Value, Placed]]:
+        """Of each output, the stage it leaves, and where."""
+        found: dict[int, Any] = {}
+        for r in self._ready.stages:
+            outs = zip(r.stage.results, r.arrangement.graph.outputs, r.arrangement.outputs, strict=False)
+            found.update((i, (r, value, placed)) for i, value, placed in outs)
+        return [found[i] for i in range(len(found))]
+
+    @property
+    def out_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of one device's block of each output array."""
+        return tuple(block_shape(v.aval.shape, placed, r.arrangement.sizes) for r, v, placed in self._leaving)
+
+    @property
+    def out_origins(self) -> tuple[dict[str, str], ...]:
+        """Of each output array, the axes it is Partial over, and the operation (with its line) that made it so."""
+        found = []
+        for r, value, placed in self._leaving:
+            origins = r.arrangement.origins.get(r.arrangement.root(value).number, {})
+            found.append({axis: _said(origins.get(axis)) for axis in placed.partial})
+        return tuple(found)
 
     @property
     def replicated(self) -> tuple[ProgramStep, ...]:
@@ -165,9 +224,10 @@ class Program:
 
     def _headline(self) -> str:
         count = len(self.reshards)
+        meshes = " and ".join(f"mesh {dict(m.shape)}" for m in self.meshes)
         return (
-            f"program on mesh {dict(self.mesh.shape)}: {self.bytes_per_device:,} bytes a device in {self.collectives} "
-            f"collectives, {count} reshard{'' if count == 1 else 's'} inserted"
+            f"program on {meshes}: {self.bytes_per_device:,} bytes a device in {self.collectives} collectives, {count} "
+            f"reshard{'' if count == 1 else 's'} inserted"
         )
 
     def _losses(self) -> list[str]:
@@ -240,9 +300,11 @@ def _short(number: Any) -> str:
 class _Reader:
     """Gives values names and makes the lines."""
 
-    def __init__(self, mesh: AnyMesh):
-        self.mesh = mesh
-        self.names: dict[int, str] = {}
+    def __init__(self, ready: Ready, inputs: Sequence[str], outputs: Sequence[str]):
+        self.ready = ready
+        self.mesh: AnyMesh = ready.stages[0].stage.mesh if ready.stages else None  # type: ignore[assignment]
+        self.outputs = tuple(outputs)
+        self.names = dict(zip((v.number for v in ready.graph.inputs), inputs, strict=True))
 
     def name(self, value: Value) -> str:
         if value.number not in self.names:
@@ -253,13 +315,89 @@ class _Reader:
                 self.names[value.number] = f"%{len(self.names)}"
         return self.names[value.number]
 
-    def program(self, found: Arrangement, inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[ProgramStep]:
-        for value, placed, name in zip(found.graph.inputs, found.inputs, inputs, strict=True):
-            self.names[value.number] = name
-            yield self._step("input", name, "", (), value, placed, "", found)
-        yield from self._body(found, 0, 1)
-        for value, placed, name in zip(found.graph.outputs, found.outputs, outputs, strict=True):
-            yield self._step("output", f"result{name}", "", (self.name(value),), value, placed, "", found)
+    def steps(self, stages: Sequence[ReadyStage]) -> Iterator[ProgramStep]:
+        seen: set[int] = set()
+        for r in stages:
+            self.mesh = r.stage.mesh
+            found = r.arrangement
+            for value, layout in zip(self.ready.graph.inputs, self.ready.layouts, strict=True):
+                if value.number not in seen and same_place(layout.mesh, self.mesh):
+                    seen.add(value.number)
+                    placed = from_layout(layout, len(value.aval.shape), found.sizes)
+                    yield self._step("input", self.name(value), "", (), value, placed, "", found)
+            for value in found.graph.inputs:
+                if value.number in self.ready.arrivals and value.number not in seen:
+                    seen.add(value.number)
+                    yield self._arrival(value)
+            yield from self._body(found, 0, 1)
+            leaving = zip(r.stage.results, found.graph.outputs, found.outputs, strict=False)
+            for i, value, placed in leaving:
+                yield self._step(
+                    "output", f"result{self.outputs[i]}", "", (self.name(value),), value, placed, "", found
+                )
+            for number, (source, goal) in self.ready.arrivals.items():
+                crossing = self.ready.crossings[number]
+                if any(crossing.source is v for v in found.graph.outputs):
+                    yield self._departure(crossing, source, goal)
+
+    def _departure(self, crossing: Crossing, source: Layout, goal: Layout) -> ProgramStep:
+        """The half of a crossing on the mesh that is left."""
+        value = crossing.source
+        leave = source
+        if region_between(source.mesh, goal.mesh) is None:
+            leave = way_across(tuple(value.aval.shape), np.dtype(value.aval.dtype), source, goal).leave
+        return self._half(crossing, value, source, leave, "send", 0)
+
+    def _arrival(self, value: Value) -> ProgramStep:
+        """The half on the mesh that is entered; the transfer is counted here."""
+        source, goal = self.ready.arrivals[value.number]
+        crossing = self.ready.crossings[value.number]
+        shape, dtype = tuple(value.aval.shape), np.dtype(value.aval.dtype)
+        if region_between(source.mesh, goal.mesh) is None:
+            across = way_across(shape, dtype, source, goal)
+            return self._half(crossing, value, across.enter, goal, "receive", across.bytes)
+        plan = plan_reshard(shape, dtype, source, goal)
+        return self._half(crossing, value, goal, goal, "receive", plan.bytes_per_device)
+
+    def _half(
+        self, crossing: Crossing, value: Value, source: Layout, goal: Layout, verb: str, transferred: int
+    ) -> ProgramStep:
+        plan = plan_reshard(tuple(value.aval.shape), value.aval.dtype, source, goal)
+        name, origin = self.name(value), self.name(crossing.source)
+        reshard = ProgramReshard(
+            value=origin,
+            src=source.placements,
+            dst=goal.placements,
+            steps=plan.steps,
+            bytes=plan.bytes_per_device + transferred,
+            collectives=plan.collectives,
+            times=1,
+            source=crossing.node.source,
+            made_by={},
+            plan=plan,
+            crosses=True,
+        )
+        kinds = " + ".join(
+            [*(s.kind for s in plan.steps), verb] if verb == "send" else [verb, *(s.kind for s in plan.steps)]
+        )
+        shape = tuple(value.aval.shape)
+        placed = from_layout(goal, len(shape), dict(goal.mesh.shape))
+        return ProgramStep(
+            kind="reshard",
+            name=name if verb == "receive" else f"{name}'",
+            op=kinds,
+            operands=(origin,),
+            dtype=str(value.aval.dtype),
+            shape=shape,
+            local_shape=block_shape(shape, placed, dict(goal.mesh.shape)),
+            placements=goal.placements,
+            where=text(placed),
+            source=crossing.node.source,
+            bytes=reshard.bytes,
+            collectives=len(plan.collectives),
+            note=f"mesh {dict(goal.mesh.shape)}",
+            reshard=reshard,
+        )
 
     def _body(self, found: Arrangement, depth: int, times: int) -> Iterator[ProgramStep]:
         for step in found.steps:
@@ -275,7 +413,7 @@ class _Reader:
         operands = tuple(self.name(found.root(v)) for v in node.inputs)
         traffic = sum(t.bytes * t.count for t in strategy.traffic)
         for i, (value, placed) in enumerate(zip(node.outputs, strategy.results, strict=True)):
-            made = [_said(node_, axis) for axis, node_ in found.origins.get(value.number, {}).items() if node_ is node]
+            made = any(maker is node for maker in found.origins.get(value.number, {}).values())
             yield dataclasses.replace(
                 self._step("op", self.name(value), node.op.name, operands, value, placed, node.source, found),
                 bytes=traffic if i == 0 else 0,
@@ -321,7 +459,7 @@ class _Reader:
         name = self.name(move.value)
         origins = found.origins.get(move.value.number, {})
         gone = [a for a in move.source.partial if a not in move.goal.partial]
-        made = {a: _said(origins.get(a), a) for a in gone}
+        made = {a: _said(origins.get(a)) for a in gone}
         ends = [to_layout(p, self.mesh) for p in (move.source, move.goal)]
         reshard = ProgramReshard(
             value=name,
@@ -333,7 +471,7 @@ class _Reader:
             times=times,
             source=source,
             made_by=made,
-            plan=ReshardPlan(tuple(move.value.aval.shape), move.value.aval.dtype, *ends, lines),
+            plan=ReshardPlan(tuple(move.value.aval.shape), move.value.aval.dtype, ends[0], ends[1], lines),
         )
         kinds = " + ".join(s.kind for s in lines) or "relabel"
         why = ", ".join(sorted({f"Partial by {m}" for m in made.values() if m}))
@@ -349,7 +487,7 @@ class _Reader:
         )
 
 
-def _said(node: Node | None, axis: str) -> str:
+def _said(node: Node | None) -> str:
     """The operation that made a value Partial, and its line."""
     if node is None:
         return "the caller"

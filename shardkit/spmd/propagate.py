@@ -29,7 +29,7 @@ from shardkit.spmd.rules.strategy import Strategy, Traffic
 ANYWHERE = "anywhere"  # an output that may be left as it is, Partial too
 REDUCED = "reduced"  # one that may be anywhere but Partial
 Goal = Placed | str
-MARKS = frozenset({"sk_constrain", "sharding_constraint"})
+MARKS = frozenset({"sk_constrain", "sharding_constraint", "sk_on_mesh"})
 # Nothing is done to the value, and nothing asked: JAX puts "reshard" where types could say where values are (here
 # they never do).
 SAME = frozenset({"reshard", "mesh_cast", "pvary", "pcast"})
@@ -45,12 +45,30 @@ class Setting:
       sizes: of the axes that take part.
       unknown: "replicate" or "error": operations without a rule.
       control: strategies of operations that call functions, by name.
+      rules, ways: what was asked before, of operations that are alike.
     """
 
     mesh: AnyMesh
     sizes: Sizes
     unknown: str
     control: Mapping[str, Callable[..., Sequence[Strategy]]]
+    rules: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
+    ways: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def rule(self, node: Node) -> Factored | Custom:
+        """What the table says of an operation."""
+        if node.key not in self.rules:
+            self.rules[node.key] = RULES[node.op.name](node.op)
+        return self.rules[node.key]
+
+    def strategies(
+        self, node: Node, placed: tuple[Placed, ...], wishes: tuple[Placed | None, ...]
+    ) -> Sequence[Strategy]:
+        """Those of an operation with a rule."""
+        key = node.key, placed, wishes
+        if key not in self.ways:
+            self.ways[key] = strategies(Case(node.op, placed, self.sizes, wishes), self.rule(node))
+        return self.ways[key]
 
 
 def arrange(
@@ -130,7 +148,7 @@ def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
     wanted = [(i, wishes[v.number]) for i, v in enumerate(node.outputs) if v.number in wishes]
     if not wanted or node.bodies or node.op.name not in RULES:
         return
-    rule = rule_of(node)
+    rule = setting.rule(node)
     base = rule.base if isinstance(rule, Custom) else rule
     if base is None:
         return
@@ -154,11 +172,6 @@ def mark_of(node: Node, setting: Setting) -> Placed:
     except ValueError as err:
         raise ValueError(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
     return placed
-
-
-def rule_of(node: Node) -> Factored | Custom:
-    """What the table says of an operation."""
-    return RULES[node.op.name](node.op)
 
 
 class _Pass:
@@ -231,7 +244,7 @@ class _Pass:
     def bring(self, value: Value, goal: Placed, user: Node | None) -> None:
         """The moves that take a value to a place, unless it's there."""
         root = self.root(value)
-        price, source = self.nearest(value, goal)
+        _, source = self.nearest(value, goal)
         self.needed[value.number].append(goal)
         if source == goal:
             return
@@ -316,12 +329,11 @@ class _Pass:
                     'unknown="replicate" every device does all of it'
                 )
             return strategies(Case(node.op, homes, self.sizes, (None,) * len(wishes)), whole(node.op)), True
-        rule = rule_of(node)
-        found = strategies(Case(node.op, homes, self.sizes, wishes), rule)
+        found = [*self.setting.strategies(node, homes, wishes)]
         latest = tuple(self.copies[self.root(v).number][-1] for v in node.inputs)
         if latest != homes:
             known = {(s.operands, s.results) for s in found}
-            more = strategies(Case(node.op, latest, self.sizes, wishes), rule)
+            more = self.setting.strategies(node, latest, wishes)
             found += [s for s in more if (s.operands, s.results) not in known]
         return found, False
 

@@ -117,8 +117,8 @@ class _Reader:
         node = Node(op, inputs, outputs, bodies, tracebacks)
         if name in _CALLBACKS:
             raise NotImplementedError(
-                f"partition: {name} at {node.source or 'an unknown line'} calls back to the host, once a device and in no "
-                "order; take it out of the function, or return the value and look at it outside"
+                f"partition: {name} at {node.source or 'an unknown line'} calls back to the host, once a device and "
+                "in no order; take it out of the function, or return the value and look at it outside"
             )
         if eqn.effects and not bodies and name != "shard_map":
             raise NotImplementedError(

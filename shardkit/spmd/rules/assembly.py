@@ -1,4 +1,4 @@
-"""Operations that put arrays together or take parts at fixed places: concatenate, pad, slice, split."""
+"""Operations that put arrays together or take parts at fixed places: concatenate, stack, tile, pad, slice, split."""
 
 from __future__ import annotations
 
@@ -43,6 +43,60 @@ def split(op: Op) -> Factored:
     linear = (Together(frozenset({0}), ANY),)
     return Factored(
         one_letter_each(letters), one_letter_each(*results), sizes, frozenset(whole), linear=linear, uneven=True
+    )
+
+
+def stack(op: Op) -> Factored:
+    """The new dim must be whole."""
+    axis = op.params["axis"]
+    letters = names(op.results[0].ndim)
+    sizes = dict(zip(letters, op.results[0].shape, strict=True))
+    mine = [x for d, x in enumerate(letters) if d != axis]
+    linear = (Together(frozenset(range(len(op.operands))), ANY),)
+    operands = one_letter_each(*[mine] * len(op.operands))
+    whole = frozenset({letters[axis]})
+    return Factored(operands, one_letter_each(letters), sizes, whole, linear=linear, uneven=True)
+
+
+def unstack(op: Op) -> Factored:
+    """The dim that goes must be whole."""
+    axis = op.params["axis"]
+    letters = names(op.operands[0].ndim)
+    sizes = dict(zip(letters, op.operands[0].shape, strict=True))
+    mine = [x for d, x in enumerate(letters) if d != axis]
+    linear = (Together(frozenset({0}), ANY),)
+    results = one_letter_each(*[mine] * len(op.results))
+    whole = frozenset({letters[axis]})
+    return Factored(one_letter_each(letters), results, sizes, whole, linear=linear, uneven=True)
+
+
+def tile(op: Op) -> Factored:
+    """Dims that are repeated must be whole; of one element every device makes its own part of the copies."""
+    shape, reps = op.operands[0].shape, op.params["reps"]
+    letters, copies = names(len(shape)), names(len(shape))
+    sizes = dict(zip(letters, shape, strict=True))
+    whole = set()
+    for d, count in enumerate(reps):
+        if count != 1:
+            copies[d] = f"copies{d}"
+            sizes[copies[d]] = op.results[0].shape[d]
+            whole.update((letters[d],) if shape[d] == 1 else (letters[d], copies[d]))
+
+    def local(cut: Cut, mesh: Sizes) -> Local:
+        counts = [
+            -(-count // parts(cut[x], mesh)) if x in cut and count != 1 else count
+            for x, count in zip(copies, reps, strict=True)
+        ]
+        return Local({**op.params, "reps": tuple(counts)})
+
+    return Factored(
+        operands=one_letter_each(letters),
+        results=one_letter_each(copies),
+        sizes=sizes,
+        whole=frozenset(whole),
+        linear=(Together(frozenset({0}), ANY),),
+        local=local,
+        uneven=True,
     )
 
 
@@ -96,4 +150,12 @@ def slice_(op: Op) -> Factored:
     )
 
 
-RULES = {"concatenate": concatenate, "split": split, "pad": pad, "slice": slice_}
+RULES = {
+    "concatenate": concatenate,
+    "split": split,
+    "stack": stack,
+    "unstack": unstack,
+    "tile": tile,
+    "pad": pad,
+    "slice": slice_,
+}

@@ -2,18 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
-from shardkit.spmd.rules.factored import ANY, Factored, Together, elementwise
+from shardkit.spmd.rules.factored import ANY, Factored, Local, Together, elementwise, names, one_letter_each
 from shardkit.spmd.rules.strategy import Op
 
-NONLINEAR = (
-    "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "
-    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to "
-    "lgamma log log1p logistic lt lt_to ne nextafter not polygamma population_count pow regularized_incomplete_beta rem "
-    "round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta "
-    "reduce_precision threefry2x32 random_fold_in stop_gradient"
-).split()
+NONLINEAR = [
+    "abs",
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "clz",
+    "cos",
+    "cosh",
+    "digamma",
+    "eq",
+    "eq_to",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "ge",
+    "gt",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "integer_pow",
+    "is_finite",
+    "le",
+    "le_to",
+    "lgamma",
+    "log",
+    "log1p",
+    "log2",
+    "logistic",
+    "lt",
+    "lt_to",
+    "mulhi",
+    "ne",
+    "nextafter",
+    "not",
+    "one_minus_square",
+    "polygamma",
+    "population_count",
+    "pow",
+    "regularized_incomplete_beta",
+    "rem",
+    "round",
+    "rsqrt",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "xor",
+    "zeta",
+    "reduce_precision",
+    "threefry2x32",
+    "random_fold_in",
+    "stop_gradient",
+]
 
 
 def _first(op: Op) -> Factored:
@@ -71,6 +138,27 @@ def logical(kind: str):
     return rule
 
 
+def polynomial(op: Op) -> Factored:
+    """Linear in its coefficients, all at once."""
+    return elementwise(op, (Together(frozenset(range(1, len(op.operands)))),))
+
+
+def bitcast(op: Op) -> Factored:
+    """The same bits; where elements are of another width, the last dim of the narrower ones is what makes one wider."""
+    before, after = op.operands[0], op.results[0]
+    letters = names(max(before.ndim, after.ndim))
+    wider = before if before.ndim > after.ndim else after
+    sizes = dict(zip(letters, wider.shape, strict=True))
+    fixed = frozenset(letters[min(before.ndim, after.ndim) :])
+    dims = one_letter_each(letters[: before.ndim], letters[: after.ndim])
+    return Factored(dims[:1], dims[1:], sizes, fixed, uneven=True)
+
+
+def device_put(op: Op) -> Factored:
+    """Nothing is put anywhere: where values are is said by marks."""
+    return dataclasses.replace(barrier(op), local=lambda cut, sizes: Local(run=lambda here, *blocks: list(blocks)))
+
+
 def barrier(op: Op) -> Factored:
     """``optimization_barrier``: operands of any shapes, each as it is."""
     letters = [[f"{i}.{d}" for d in range(t.ndim)] for i, t in enumerate(op.operands)]
@@ -79,13 +167,18 @@ def barrier(op: Op) -> Factored:
     return Factored(dims, dims, sizes, uneven=True)
 
 
-RULES = {name: elementwise for name in NONLINEAR} | {
+RULES = dict.fromkeys(NONLINEAR, elementwise) | {
     "neg": _first,
     "real": _first,
     "imag": _first,
     "conj": _first,
     "copy": same,
     "copy_p": same,
+    "name": same,
+    "device_put": device_put,
+    "optimization_barrier": barrier,
+    "bitcast_convert_type": bitcast,
+    "polynomial": polynomial,
     "convert_element_type": cast,
     "complex": both,
     "add": both,

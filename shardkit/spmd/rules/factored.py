@@ -193,9 +193,7 @@ def _options(case: Case, rule: Factored, axis: str) -> list[Choice]:
     wished = any(w is not None and axis in w.partial for w in case.wishes)
     for together in rule.linear:
         kinds = {case.placed[i].reduce for i in partial & together.operands}
-        if len(kinds) == 1 and kinds <= set(together.kinds):
-            found.append(together)
-        elif not partial and wished and "sum" in together.kinds:
+        if (len(kinds) == 1 and kinds <= set(together.kinds)) or (not partial and wished and "sum" in together.kinds):
             found.append(together)
     return [*found, None]
 
@@ -260,7 +258,7 @@ def _strategy(
         results=tuple(with_results),
         params=None if local.run is not None else local.params if local.params is not None else case.op.params,
         run=local.run,
-        flops=_flops(case, rule, cut, results),
+        flops=_flops(case, rule, cut, with_results),
         traffic=local.traffic,
         why=local.why,
     )
@@ -344,16 +342,16 @@ def _masked(case: Case, rule: Factored, cut: Cut, strategy: Strategy) -> Strateg
     def masked(here: Any, blocks: Sequence[Any]) -> list[Any]:
         return [here.mask(b, fill) if fill else b for b, fill in zip(blocks, per_operand, strict=True)]
 
+    def plain(here: Any, *blocks: Any) -> Sequence[Any]:
+        return here.run(case.op, strategy, masked(here, blocks))
+
     inner = strategy.run
-    if isinstance(inner, AfterReading):  # what it reads of its neighbours may be what others read, too
-        work = inner.work
-        run: Any = AfterReading(inner.reads, lambda here, *blocks: work(here, *masked(here, blocks)))
-    else:
-
-        def run(here: Any, *blocks: Any) -> Sequence[Any]:
-            return here.run(case.op, strategy, masked(here, blocks))
-
-    return dataclasses.replace(strategy, run=run, params=None)
+    if not isinstance(inner, AfterReading):
+        return dataclasses.replace(strategy, run=plain, params=None)
+    # What it reads of its neighbours may be what others read, too, so that comes first.
+    work = inner.work
+    after = AfterReading(inner.reads, lambda here, *blocks: work(here, *masked(here, blocks)))
+    return dataclasses.replace(strategy, run=after, params=None)
 
 
 def elementwise(op: Op, linear: tuple[Together, ...] = (), *, uneven: bool = True) -> Factored:

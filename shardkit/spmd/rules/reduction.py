@@ -12,6 +12,7 @@ _KINDS = {
     "reduce_prod": ("prod", ("prod",)),
     "reduce_and": ("all", ("all",)),
     "reduce_or": ("any", ("any",)),
+    "reduce_xor": ("sum", ()),
 }
 _BOOLEAN = {"max": "any", "min": "all"}
 
@@ -20,9 +21,8 @@ def reduce(op: Op) -> Factored:
     """A cut dim that is reduced leaves the result Partial, of the reduction's kind."""
     kind, passes = _KINDS[op.name]
     boolean = op.operands[0].dtype == bool
-    if boolean:
-        kind = _BOOLEAN.get(kind, kind)
-    bitwise = op.name in ("reduce_and", "reduce_or") and not boolean
+    kind = _BOOLEAN.get(kind, kind) if boolean else kind
+    bitwise = op.name == "reduce_xor" or (op.name in ("reduce_and", "reduce_or") and not boolean)
     letters = names(op.operands[0].ndim)
     axes = [a % len(letters) for a in op.params["axes"]] if letters else []
     gone = [letters[a] for a in axes]
@@ -31,10 +31,25 @@ def reduce(op: Op) -> Factored:
         results=one_letter_each([x for x in letters if x not in gone]),
         sizes=dict(zip(letters, op.operands[0].shape, strict=True)),
         whole=frozenset(gone) if bitwise else frozenset(),
-        contracted=dict.fromkeys(gone, kind),
+        contracted=dict.fromkeys(gone, kind or "sum"),
         linear=() if bitwise else (Together(frozenset({0}), passes),),
         uneven=True,
     )
 
 
-RULES = {name: reduce for name in _KINDS}
+def by_function(op: Op) -> Factored:
+    """``lax.reduce`` with a function of the user's: dims that are reduced must be whole."""
+    count = len(op.operands) // 2
+    letters = names(op.operands[0].ndim)
+    gone = [letters[d] for d in op.params["dimensions"]]
+    kept = [x for x in letters if x not in gone]
+    return Factored(
+        operands=one_letter_each(*[letters] * count, *[[]] * count),
+        results=one_letter_each(*[kept] * count),
+        sizes=dict(zip(letters, op.operands[0].shape, strict=True)),
+        whole=frozenset(gone),
+        uneven=True,
+    )
+
+
+RULES = dict.fromkeys(_KINDS, reduce) | {"reduce": by_function}

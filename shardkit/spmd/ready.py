@@ -1,0 +1,233 @@
+"""A program that is ready to run: its stages arranged, each a function of blocks on its own mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from shardkit.arrays import Padded, PartialArray
+from shardkit.arrays.entering import enter
+from shardkit.placements import AnyMesh, Layout, layout_of
+from shardkit.reshard import reshard
+from shardkit.spmd.arguments import Call
+from shardkit.spmd.arrangement import Arrangement
+from shardkit.spmd.control import CONTROL
+from shardkit.spmd.execute import execute
+from shardkit.spmd.graph import Graph, Value
+from shardkit.spmd.placed import Placed, Sizes, even, from_layout, to_layout
+from shardkit.spmd.propagate import REDUCED, Goal, Setting, arrange
+from shardkit.spmd.stages import Crossing, Stage, split
+
+
+@dataclasses.dataclass(eq=False)
+class ReadyStage:
+    """One stage, arranged.
+
+    Attributes:
+      stage: what it is.
+      arrangement: where its values are.
+      inputs, outputs: the layouts of the arrays that enter and leave.
+      run: the compiled function; made when first needed.
+    """
+
+    stage: Stage
+    arrangement: Arrangement
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    run: Any = None
+
+    def runnable(self, donated: Sequence[int] = ()) -> Any:
+        """The function of whole arrays, jitted."""
+        if self.run is None:
+            self.run = jax.jit(_region(self), donate_argnums=tuple(donated))
+        return self.run
+
+    def described(self) -> list[jax.ShapeDtypeStruct]:
+        """What enters, without data."""
+        values = self.arrangement.graph.inputs
+        return [_described(v, la) for v, la in zip(values, self.inputs, strict=True)]
+
+
+@dataclasses.dataclass(eq=False)
+class Ready:
+    """A program.
+
+    Attributes:
+      graph: of the whole function.
+      layouts: of its inputs.
+      stages: in the order they run.
+      crossings: by the number of the value that arrives.
+      arrivals: by that number, the layouts it comes from and goes to.
+    """
+
+    graph: Graph
+    layouts: tuple[Layout, ...]
+    stages: list[ReadyStage]
+    crossings: Mapping[int, Crossing]
+    arrivals: Mapping[int, tuple[Layout, Layout]]
+
+    def __call__(self, call: Call) -> list[Any]:
+        """The outputs for the arrays of a call."""
+        if len(self.stages) > 1 and any(isinstance(jax.tree.leaves(x)[0], Tracer) for x in call.arrays):
+            raise ValueError(
+                "partition: this function runs on several meshes (sk.on_mesh), and jax.jit compiles for one; call it "
+                "outside jit, grad and vmap (each stage is jitted itself)"
+            )
+        names = dict(zip((v.number for v in self.graph.inputs), call.names, strict=True))
+        env: dict[int, Any] = dict(zip(names, call.arrays, strict=True))
+        outs: list[Any] = [None] * len(self.graph.outputs)
+        for ready in self.stages:
+            graph = ready.arrangement.graph
+            given = [self._arrived(v, la, env) for v, la in zip(graph.inputs, ready.inputs, strict=True)]
+            entered = [
+                enter(x, la, names.get(v.number, "a value of another stage"), "partition")[0]
+                for x, la, v in zip(given, ready.inputs, graph.inputs, strict=True)
+            ]
+            results = ready.runnable(self._donated(ready, call))(*entered)
+            labelled = [_label(x, la, v) for x, la, v in zip(results, ready.outputs, graph.outputs, strict=True)]
+            for position, x in zip(ready.stage.results, labelled, strict=False):
+                outs[position] = x
+            shared = len(ready.stage.results)
+            env.update((v.number, x) for v, x in zip(graph.outputs[shared:], labelled[shared:], strict=True))
+        return outs
+
+    def _arrived(self, value: Value, layout: Layout, env: dict[int, Any]) -> Any:
+        crossing = self.crossings.get(value.number)
+        if crossing is not None and value.number not in env:
+            source = crossing.source
+            x = env[source.number] if source.constant is None else jnp.asarray(source.constant, source.aval.dtype)
+            env[value.number] = reshard(x, layout)
+        return env[value.number]
+
+    def _donated(self, ready: ReadyStage, call: Call) -> list[int]:
+        """What the user gave away, and no other stage reads."""
+        given = {v.number for v, donated in zip(self.graph.inputs, call.donated, strict=True) if donated}
+        others = [v.number for r in self.stages if r is not ready for v in r.arrangement.graph.inputs]
+        others += [c.source.number for c in self.crossings.values()]
+        inputs = ready.arrangement.graph.inputs
+        return [i for i, v in enumerate(inputs) if v.number in given and v.number not in others]
+
+
+def make_ready(graph: Graph, layouts: Sequence[Layout], goals: Sequence[Any], mesh: AnyMesh, unknown: str) -> Ready:
+    """Every stage of a graph, arranged.
+
+    Args:
+      graph: of the whole function.
+      layouts: of its inputs.
+      goals: of each output: a ``Layout``, ``REDUCED`` or ``ANYWHERE``.
+      mesh: where values are that are made of constants only.
+      unknown: "replicate" or "error".
+
+    Raises:
+      ValueError: an output that shall be on another mesh than the one it is made on.
+    """
+    stages, crossings = split(graph, [la.mesh for la in layouts], mesh)
+    arriving = {c.result.number: c for c in crossings}
+    known: dict[int, Layout] = dict(zip((v.number for v in graph.inputs), layouts, strict=True))
+    arrivals: dict[int, tuple[Layout, Layout]] = {}
+    ready = []
+    for stage in stages:
+        for value in stage.graph.inputs:
+            if value.number in arriving and value.number not in known:
+                known[value.number] = target = _target(arriving[value.number], known, mesh)
+                arrivals[value.number] = (known.get(arriving[value.number].source.number, target), target)
+        ready.append(made := _arranged(stage, known, goals, unknown))
+        for value, layout in zip(stage.graph.outputs, made.outputs, strict=True):
+            known.setdefault(value.number, layout)
+    return Ready(graph, tuple(layouts), ready, arriving, arrivals)
+
+
+def _target(crossing: Crossing, known: Mapping[int, Layout], mesh: AnyMesh) -> Layout:
+    if crossing.layout is not None:
+        return crossing.layout
+    if crossing.back is None or crossing.back.number not in known:
+        return Layout(mesh, {}).resolved(len(crossing.result.aval.shape))
+    return known[crossing.back.number].without_partial()
+
+
+def _arranged(stage: Stage, known: Mapping[int, Layout], goals: Sequence[Any], unknown: str) -> ReadyStage:
+    mesh, graph = stage.mesh, stage.graph
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    layouts = tuple(known[v.number] for v in graph.inputs)
+    inputs = [from_layout(la, len(v.aval.shape), sizes) for la, v in zip(layouts, graph.inputs, strict=True)]
+    wanted = [_goal(goals[i], mesh, sizes, v) for i, v in zip(stage.results, graph.outputs, strict=False)]
+    wanted += [REDUCED] * (len(graph.outputs) - len(wanted))
+    captured = [_captured(v.constant, mesh, sizes) for v in graph.captured]
+    found = arrange(graph, inputs, wanted, Setting(mesh, sizes, unknown, CONTROL), captured)
+    return ReadyStage(stage, found, layouts, tuple(to_layout(p, mesh) for p in found.outputs))
+
+
+def _goal(given: Any, mesh: AnyMesh, sizes: Sizes, value: Value) -> Goal:
+    if not isinstance(given, Layout):
+        return given
+    if dict(given.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"partition: an output is made on mesh {dict(mesh.shape)}, but out_placements puts it on "
+            f"{dict(given.mesh.shape)}; take it there with sk.on_mesh in the function"
+        )
+    return from_layout(given, len(value.aval.shape), sizes)
+
+
+def _captured(array: Any, mesh: AnyMesh, sizes: Sizes) -> Placed:
+    """Where an array that the function captured is; whole on every device if it isn't on this mesh."""
+    try:
+        layout = layout_of(array)
+    except ValueError:
+        layout = None
+    if layout is None or dict(layout.mesh.shape) != dict(mesh.shape):
+        layout = Layout(mesh, {})
+    return from_layout(layout, np.ndim(array), sizes)
+
+
+def _region(ready: ReadyStage) -> Callable:
+    """A stage as a function of whole arrays (and stacks of contributions)."""
+    found, mesh = ready.arrangement, ready.stage.mesh
+    kept = [to_layout(p, mesh).stack_spec(len(p.dims)) for p in found.captured]
+    constants = [v.constant for v in found.graph.captured]
+
+    def body(blocks: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
+        # Of a stack of contributions this device's, without leading dims.
+        given = [b.reshape(b.shape[b.ndim - len(p.dims) :]) for b, p in zip(blocks, found.inputs, strict=True)]
+        results = execute(found, given, captured)
+        return [r.reshape((1,) * len(p.partial) + r.shape) for r, p in zip(results, found.outputs, strict=True)]
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,  # type: ignore[arg-type]
+        in_specs=([_spec(la, p) for la, p in zip(ready.inputs, found.inputs, strict=True)], kept),
+        out_specs=[_spec(la, p) for la, p in zip(ready.outputs, found.outputs, strict=True)],
+        check_vma=False,  # the program itself says where everything is
+    )
+
+    def run(*arrays: Any) -> list[Any]:
+        return mapped(list(arrays), constants)
+
+    return run
+
+
+def _spec(layout: Layout, placed: Placed) -> Any:
+    return layout.stack_spec(len(placed.dims))
+
+
+def _described(value: Value, layout: Layout) -> jax.ShapeDtypeStruct:
+    """What enters the region for a value: its stack of contributions, its padded blocks, itself."""
+    shape = tuple(value.aval.shape)
+    lead = tuple(layout.mesh.shape[a] for a in layout.partial_axes)
+    sharding = NamedSharding(layout.mesh, layout.stack_spec(len(shape)))  # type: ignore[arg-type]
+    return jax.ShapeDtypeStruct((*lead, *layout.padded_shape(shape)), value.aval.dtype, sharding=sharding)
+
+
+def _label(x: Any, layout: Layout, value: Value) -> Any:
+    """An array that left the region, as what it is."""
+    shape, sizes = tuple(value.aval.shape), dict(layout.mesh.shape)
+    padded = None if even(shape, from_layout(layout, len(shape), sizes), sizes) else shape
+    if layout.partial_axes:
+        return PartialArray(x, layout, padded)
+    return x if padded is None else Padded(x, padded)

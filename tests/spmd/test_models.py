@@ -1,0 +1,342 @@
+"""Flax models as they are, forward, backward and AdamW in one partitioned step, beside the same step on one device."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import shardkit as sk
+from tests.spmd import models
+from tests.spmd.models import COLUMNS_AND_ROWS, cross_entropy, cut_dim, squares, training
+
+R, S = sk.Replicate(), sk.Shard
+RNG = np.random.default_rng(1)
+STEPS = 3
+
+FEATURES = RNG.normal(size=(16, 16)).astype(np.float32)
+CLASSES = RNG.integers(0, 8, 16).astype(np.int32)
+IMAGES = RNG.normal(size=(8, 16, 16, 3)).astype(np.float32)
+KINDS = RNG.integers(0, 10, 8).astype(np.int32)
+SERIES = RNG.normal(size=(8, 16, 16)).astype(np.float32)
+TOKENS = RNG.integers(0, 32, (8, 16)).astype(np.int32)
+NEXT = RNG.integers(0, 32, (8, 16)).astype(np.int32)
+
+MLP_CUTS = {"['up']['kernel']": 1, "['up']['bias']": 0, "['norm']": 0, "['down']['kernel']": 0}
+EXPERTS = {"['up']": 0, "['down']": 0}
+DP, TP, SP, BOTH, SPACE = {"dp": 4}, {"tp": 4}, {"sp": 4}, {"dp": 2, "tp": 4}, {"dp": 2, "sp": 4}
+
+
+@dataclasses.dataclass
+class Ran:
+    """What a check leaves to look at.
+
+    Attributes:
+      program: the plan.
+      report: the collectives of the compiled program.
+      state: (params, optimizer state, other state) after the last step.
+    """
+
+    program: sk.Program
+    report: sk.CollectiveReport
+    state: tuple
+
+
+def put(tree: Any, mesh: Any, cuts: dict[str, int]) -> Any:
+    """Parameters (and what is kept of them) where the rules say, over "tp"; all else whole."""
+
+    def one(path, x):
+        dim = cut_dim(path, x, cuts)
+        return sk.shard_tensor(x, {} if dim is None else {"tp": S(dim)}, mesh)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def received(report: sk.CollectiveReport) -> int:
+    return sum(c.bytes * (c.trip_count or 1) for c in report)
+
+
+def check(step: Callable, state: tuple, batch: tuple, mesh: Any, at: Any, cuts: dict[str, int] | None = None, **options):
+    """Three partitioned steps beside three on one device: values, places, bytes; nothing whole for want of a rule.
+
+    Args:
+      step: of (params, optimizer state, other state, *batch).
+      at: placements of the batch.
+      cuts: which dim of which parameters "tp" cuts.
+      options: of ``partition``, and ``rtol`` of the losses.
+    """
+    rtol = options.pop("rtol", 1e-5)
+    partitioned = sk.partition(step, (None, None, None, *[at] * len(batch)), mesh=mesh, **options)
+    mine, theirs, alone = put(state, mesh, cuts or {}), state, jax.jit(step)
+    where = jax.tree.map(sk.placements, mine)
+    placed = [sk.shard_tensor(x, at, mesh) for x in batch]
+    program = partitioned.program(*mine, *placed)
+    assert program.replicated == ()
+    report = sk.collectives(partitioned, *mine, *placed)
+    assert received(report) == program.bytes_per_device
+    for _ in range(STEPS):
+        *mine, value = partitioned(*mine, *placed)
+        *theirs, wanted = alone(*theirs, *batch)
+        np.testing.assert_allclose(value, wanted, rtol=rtol)
+    # Where they were: the next step is the same program.
+    assert jax.tree.map(sk.placements, tuple(mine)) == where
+    assert value.sharding.is_fully_replicated
+    same(mine, theirs, 10 * rtol)
+    return Ran(program, report, tuple(mine))
+
+
+def same(mine: Any, theirs: Any, rtol: float) -> None:
+    """Parameters and states, close: Adam's steps magnify rounding."""
+    pairs = zip(jax.tree_util.tree_flatten_with_path(tuple(mine))[0], jax.tree.leaves(tuple(theirs)), strict=True)
+    for (path, a), b in pairs:
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol, err_msg=jax.tree_util.keystr(path))
+
+
+def trained(make: Callable, loss: Callable, batch: tuple, mesh: Any, at: Any, cuts: Any = None, **options) -> Ran:
+    """``check`` of an nnx model."""
+    of = training(make, loss)
+    return check(of.step, of.state, batch, mesh, at, cuts, **options)
+
+
+def size_of(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def gradients_only(params: Any, devices: int, more: int = 0) -> float:
+    """Bytes a device receives to sum all gradients and the loss (and ``more``) there and back."""
+    return 2 * (devices - 1) / devices * (size_of(params) + 4 + more)
+
+
+def cases(*given: Any) -> Any:
+    """The first is for every run, the others are slow."""
+    return pytest.mark.parametrize(
+        ("shape", "at"), [pytest.param(*g, marks=[pytest.mark.slow] if i else [], id="x".join(g[0])) for i, g in enumerate(given)]
+    )
+
+
+# --- each model -----------------------------------------------------------------------------------
+
+
+@cases((TP, {"tp": R}), (DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+def test_mlp(shape, at, mesh_for):
+    """Columns, a norm over cut features, rows: one sum forward, one of both moments of the norm, and back."""
+    ran = trained(models.MLP, cross_entropy, (FEATURES, CLASSES), mesh_for(shape), at, MLP_CUTS if "tp" in shape else {})
+    if shape == DP:
+        assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+
+
+@cases((DP, {"dp": S(0)}), (SP, {"sp": S(2)}), (SPACE, {"dp": S(0), "sp": S(2)}))
+def test_cnn_with_batch_norm(shape, at, mesh_for):
+    mesh = mesh_for(shape)
+    if "sp" in shape:
+        ran = trained(models.CNN, lambda p, x: squares(p, x.mean((1, 2, 3))[:, None]), (IMAGES, IMAGES), mesh, at)
+    else:
+        ran = trained(models.CNN, cross_entropy, (IMAGES, KINDS), mesh, at)
+        # Mean and mean of squares of 8 features, forward and back.
+        assert ran.report.bytes() == gradients_only(ran.state[0], 4, 4 * 8 * 4)
+
+
+@cases((SPACE, {"dp": S(0), "sp": S(2)}), (DP, {"dp": S(0)}), (SP, {"sp": S(2)}))
+def test_u_net(shape, at, mesh_for):
+    ran = trained(models.UNet, squares, (IMAGES, IMAGES[::-1]), mesh_for(shape), at)
+    # Halos and sums, whatever is cut.
+    assert set(ran.report.by_kind()) <= {"all_reduce", "collective_permute"}
+    if shape == DP:
+        assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+
+
+@cases((SP, {"sp": S(2)}), (DP, {"dp": S(0)}), (SPACE, {"dp": S(0), "sp": S(2)}))
+def test_resnet(shape, at, mesh_for):
+    ran = trained(
+        models.ResNet, lambda p, x: squares(p, x.mean((1, 2, 3))[:, None]), (IMAGES, IMAGES), mesh_for(shape), at
+    )
+    assert set(ran.report.by_kind()) <= {"all_reduce", "collective_permute"}
+
+
+@cases((BOTH, {"dp": S(0)}), (DP, {"dp": S(0)}), (TP, {"tp": R}), (TP, {"tp": S(1)}))
+def test_encoder(shape, at, mesh_for):
+    cuts = COLUMNS_AND_ROWS if "tp" in shape and at != {"tp": S(1)} else {}
+    trained(models.Encoder, cross_entropy, (SERIES, KINDS % 8), mesh_for(shape), at, cuts)
+
+
+@cases((TP, {"tp": R}), (DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+def test_gpt(shape, at, mesh_for):
+    ran = trained(
+        models.GPT, cross_entropy, (TOKENS, NEXT), mesh_for(shape), at, COLUMNS_AND_ROWS if "tp" in shape else {}
+    )
+    if shape == DP:
+        assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+    if shape == TP:
+        megatron(ran, layers=2)
+
+
+def megatron(ran: Ran, layers: int) -> None:
+    """Per block two sums forward (attention's, the MLP's) and two back; one of the embeddings, one of what the
+    vocabulary's columns give back; the loss's maximum, sum and picked logit. No other."""
+    residual, tokens = (8, 16, 32), (8, 16)
+    found = collections.Counter()
+    for r in ran.program.reshards:
+        assert set(r.collectives) <= {"all_reduce"}
+        found[tuple(r.plan.shape)[: 3 if r.plan.shape[-1:] == (32,) else 2]] += len(r.collectives)
+    assert found[residual] == 4 * layers + 2
+    assert found[tokens] == 3
+    assert sum(found.values()) == ran.program.collectives == 4 * layers + 5
+
+
+@pytest.mark.parametrize("shape", [TP, pytest.param(BOTH, marks=pytest.mark.slow)], ids="x".join)
+def test_gpt_along_the_sequence(shape, mesh_for):
+    """Parameters whole, tokens cut along the sequence: keys and values are what attention needs of the others."""
+    ran = trained(models.GPT, cross_entropy, (TOKENS, NEXT), mesh_for(shape), {"tp": S(1)})
+    gathered = [r.plan.shape for r in ran.program.reshards if "all_gather" in r.collectives]
+    assert all(math.prod(s) <= 8 * 16 * 32 for s in gathered)
+
+
+@cases((DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+def test_vit(shape, at, mesh_for):
+    ran = trained(
+        models.ViT, cross_entropy, (IMAGES, KINDS), mesh_for(shape), at, COLUMNS_AND_ROWS if "tp" in shape else {}
+    )
+    if shape == DP:
+        assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+
+
+@pytest.mark.parametrize(
+    "cell", [nnx.LSTMCell, pytest.param(nnx.GRUCell, marks=pytest.mark.slow)], ids=lambda c: c.__name__
+)
+def test_recurrent(cell, mesh_for):
+    """Nothing travels while it runs over time: gradients are summed once, after."""
+    ran = trained(
+        lambda rngs: models.Recurrent(rngs, cell), cross_entropy, (SERIES, KINDS % 8), mesh_for(DP), {"dp": S(0)}
+    )
+    assert ran.report.count(in_loop=True) == 0
+    assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+
+
+@cases((BOTH, {"dp": S(0)}), (DP, {"dp": S(0)}), (TP, {"tp": R}))
+def test_moe(shape, at, mesh_for):
+    """Experts cut over "tp": one sum of what they say, one of what they give back, none gathered."""
+    ran = trained(
+        models.MoE, cross_entropy, (FEATURES, CLASSES), mesh_for(shape), at, EXPERTS if "tp" in shape else {}
+    )
+    assert set(ran.report.by_kind()) <= {"all_reduce"}
+
+
+# --- ways to train --------------------------------------------------------------------------------
+
+
+def test_linen_train_state(mesh_for):
+    """A ``TrainState`` is a pytree like others."""
+    mesh = mesh_for(DP)
+    model = models.LinenCNN()
+    described = jax.eval_shape(lambda: model.init(jax.random.key(0), IMAGES))
+    variables = models.filled(described)
+    assert isinstance(model, nn.Module)
+
+    def step(state, stats, nothing, x, y):
+        def loss(params):
+            found, new = model.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+            return cross_entropy(found, y), new["batch_stats"]
+
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), stats, nothing, value
+
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=models.adamw())
+    state = state.replace(step=jnp.zeros((), jnp.int32))
+    ran = check(step, (state, variables["batch_stats"], ()), (IMAGES, KINDS), mesh, {"dp": S(0)})
+    assert int(ran.state[0].step) == STEPS
+    assert ran.report.bytes() == gradients_only(ran.state[0].params, 4, 4 * 8 * 4)
+
+
+def test_gradient_accumulation(mesh_for):
+    """The sum over microbatches stays Partial in the loop: as many bytes as for one batch, none of them in it."""
+    of = training(models.MLP, cross_entropy, microbatches=True)
+    batch = FEATURES.reshape(2, 8, 16), CLASSES.reshape(2, 8)
+    ran = check(of.step, of.state, batch, mesh_for(DP), {"dp": S(1)})
+    assert ran.report.count(in_loop=True) == 0
+    assert ran.report.bytes() == gradients_only(ran.state[0], 4)
+
+
+def test_checkpointed_layers(mesh_for):
+    """What is computed again is in the program as such; forward sums of a block run again, too."""
+    ran = trained(
+        lambda rngs: models.GPT(rngs, layers=1, remat=True), cross_entropy, (TOKENS, NEXT), mesh_for(TP), {"tp": R}, COLUMNS_AND_ROWS
+    )
+    again = [s for s in ran.program.steps if s.note == "computed again"]
+    assert again
+    assert not any(s.collectives for s in again)
+
+
+def test_donated(mesh_for):
+    """State that is given away is gone, and its memory holds the new one."""
+    mesh = mesh_for(DP)
+    of = training(models.MLP, cross_entropy)
+    partitioned = sk.partition(of.step, (None, None, None, *[{"dp": S(0)}] * 2), mesh=mesh, donate_argnums=(0, 1))
+    mine = put(of.state, mesh, {})
+    batch = [sk.shard_tensor(x, {"dp": S(0)}, mesh) for x in (FEATURES, CLASSES)]
+    report = sk.memory(partitioned, *mine, *batch)
+    assert report.aliased >= size_of(mine[0]) + size_of(mine[1])
+    *after, value = partitioned(*mine, *batch)
+    *theirs, wanted = jax.jit(of.step)(*of.state, FEATURES, CLASSES)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    same(after, theirs, 1e-4)
+    assert all(x.is_deleted() for x in jax.tree.leaves(mine[:2]))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((mine[2], batch)))
+
+
+@pytest.mark.parametrize("shape", [BOTH, pytest.param(DP, marks=pytest.mark.slow)], ids="x".join)
+def test_dropout(shape, mesh_for):
+    """The same features are dropped as on one device, from the keys in the model's own state."""
+    ran = trained(
+        lambda rngs: models.MLP(rngs, dropout=0.5),
+        cross_entropy,
+        (FEATURES, CLASSES),
+        mesh_for(shape),
+        {"dp": S(0)},
+        MLP_CUTS if "tp" in shape else {},
+    )
+    counts = [x for x in jax.tree.leaves(ran.state[2]) if x.dtype == jnp.uint32]
+    assert [int(c) for c in counts] == [STEPS]
+
+
+def test_dropout_with_a_key(mesh_for):
+    """The key is an argument."""
+    mesh = mesh_for(DP)
+    drop = nnx.Dropout(0.5)
+
+    def step(w, key, x):
+        def loss(w):
+            return jnp.mean(drop(jnp.tanh(x @ w), rngs=key) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return optax.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grad)), value
+
+    w, key = RNG.normal(size=(16, 8)).astype(np.float32), jax.random.key(3)
+    new, value = sk.partition(step, (None, None, {"dp": S(0)}), mesh=mesh)(w, key, FEATURES)
+    theirs, wanted = jax.jit(step)(w, key, FEATURES)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(new, theirs, rtol=1e-5)
+
+
+def test_bfloat16(mesh_for):
+    """Computed in bfloat16, kept in float32. What is summed over devices is rounded once more than on one device."""
+    ran = trained(
+        lambda rngs: models.Encoder(rngs, dtype=jnp.bfloat16),
+        cross_entropy,
+        (SERIES, KINDS % 8),
+        mesh_for(TP),
+        {"tp": R},
+        COLUMNS_AND_ROWS,
+        rtol=1e-2,
+    )
+    assert {x.dtype for x in jax.tree.leaves(ran.state[0])} == {jnp.dtype(jnp.float32)}

@@ -1,0 +1,49 @@
+"""What random programs found, each as small as it gets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from tests.spmd.rule_cases import check, placed
+
+SIZES = {"dp": 2, "tp": 4}
+X = np.random.default_rng(0).normal(size=(8, 16))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.stack([x, x], axis=1),
+        lambda x: jnp.stack([x, x], axis=2),
+        lambda x: jnp.unstack(x, axis=0),
+        lambda x: jnp.unstack(x, axis=1),
+        lambda x: lax.optimization_barrier(x),
+        lambda x: checkpoint_name(x, "x"),
+        lambda x: jax.device_put(x),
+        lambda x: lax.bitcast_convert_type(x, jnp.int64),
+        lambda x: lax.bitcast_convert_type(x, jnp.int32),
+        lambda x: lax.reduce(x, np.float64(0), lambda a, b: a + 2 * b * 0.5, (1,)),
+    ],
+)
+@pytest.mark.parametrize("where", [placed("dp", "tp"), placed(None, "tp"), placed(("dp", "tp"), None)])
+def test_operations_that_had_no_rule(fun, where):
+    check(fun, (X,), [where], SIZES)
+
+
+@pytest.mark.parametrize("reps", [(2, 1), (1, 3), (2, 2)])
+def test_tile(reps):
+    check(lambda x: jnp.tile(x, reps), (X,), [placed("dp", "tp")], SIZES)
+    check(lambda x: jnp.tile(x, reps), (X[:7],), [placed("dp", "tp")], SIZES)
+
+
+def test_tile_of_one_element_makes_its_own_part():
+    wish = placed("tp", None)
+    ways = check(lambda x: jnp.tile(x, (8, 1)), (X[:1],), [placed(None, None)], SIZES, [wish])
+    assert wish in {w.results[0] for w in ways}
+
+
+def test_xor():
+    check(lambda x: lax.reduce_xor(x, (1,)), ((X * 100).astype(int),), [placed("dp", "tp")], SIZES)
