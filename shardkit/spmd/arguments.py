@@ -25,7 +25,7 @@ def is_placements(x: Any) -> bool:
     if x is None or isinstance(x, str | PartitionSpec | NamedSharding | Layout):
         return True
     if isinstance(x, Mapping) and type(x) is dict:
-        return bool(x) and all(isinstance(p, Placement) for p in x.values())
+        return all(isinstance(p, Placement) for p in x.values())  # {}: replicated on every axis
     return isinstance(x, list | tuple) and bool(x) and all(isinstance(p, Placement) for p in x)
 
 
@@ -53,8 +53,9 @@ def spread(prefix: Any, tree: Any, name: str) -> list[Any]:
         branches = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as err:
         raise ValueError(
-            f"partition: {name} doesn't match the tree it speaks of: {err}; give placements once for a whole branch, "
-            "or a tree of the same structure"
+            f"partition: {name} doesn't match the tree it speaks of: {treedef} is no prefix of "
+            f"{jax.tree.structure(tree, is_leaf=is_whole)}; give placements once for a whole branch, or a tree of "
+            "the same structure"
         ) from err
     return [x for x, branch in zip(leaves, branches, strict=True) for _ in jax.tree.leaves(branch, is_leaf=is_whole)]
 

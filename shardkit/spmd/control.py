@@ -23,6 +23,7 @@ from shardkit.spmd.graph import Graph, Node
 from shardkit.spmd.placed import Placed, from_layout, replicated
 from shardkit.spmd.propagate import ANYWHERE, Goal, Setting, arrange
 from shardkit.spmd.rules.strategy import Strategy, Type
+from shardkit.spmd.trace import graph_of
 
 ROUNDS = 3  # in which a carry may change before it's given up to be what it was
 
@@ -105,9 +106,9 @@ def _settle(loop: _Loop, consts: Places, carry: Places, extra: Places, wishes: W
     for candidate in _distinct([*seen, wished]):
         for slices in _distinct([extra, _reduced(extra)]):
             found = run(consts, candidate, slices, [*candidate, *[ANYWHERE] * outs])
-            # A constant that the body moves is moved once, before the loop.
-            hoisted = _hoisted(loop, consts, found)
-            for kept in _distinct([consts, hoisted]):
+            # A constant that the body moves is moved once, before the loop; so may be one that it works around.
+            others = [_hoisted(loop, consts, found), _put_together(consts)] if found.bytes else []
+            for kept in _distinct([consts, *others]):
                 arrangement = (
                     found if kept == consts else run(kept, candidate, slices, [*candidate, *[ANYWHERE] * outs])
                 )
@@ -116,6 +117,10 @@ def _settle(loop: _Loop, consts: Places, carry: Places, extra: Places, wishes: W
                     best = cost, kept, candidate, slices, arrangement
     assert best is not None
     return best
+
+
+def _put_together(places: Places) -> Places:
+    return tuple(replicated(len(p.dims)) for p in places)
 
 
 def _hoisted(loop: _Loop, consts: Places, found: Arrangement) -> Places:
@@ -283,11 +288,13 @@ def shard_map(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> S
             for spec, v in zip(specs, values, strict=True)
         )
 
-    body = params["jaxpr"]
-    fun = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(body, ()))
+    # Inside, no axis cuts anything any more: its values are blocks, and its collectives its own.
+    body = graph_of(jex_core.ClosedJaxpr(params["jaxpr"], ()))
+    within = Setting(setting.mesh, {}, "replicate", setting.control)
+    found = arrange(body, [replicated(len(v.aval.shape)) for v in body.inputs], [ANYWHERE] * len(body.outputs), within)
 
     def run(here: Any, *blocks: Any) -> Sequence[Any]:
-        return fun(*blocks)
+        return execute(found, blocks)
 
     return [
         Strategy(

@@ -185,15 +185,10 @@ def infer_gradient_placements(
         given = input_placements
         once = is_placements(given) or not isinstance(given, tuple | list)
         each = [given] * len(inputs) if once else list(given)
-        placed = (_params(param_placements), *each)
+        placed = (param_placements, *each)
         return _report(partition(gradient, placed, INFERRED, mesh=mesh), (params, *inputs))
 
     return inferred
-
-
-def _params(placements: Any) -> Any:
-    """An empty mapping is placements, too: replicated on every axis."""
-    return jax.sharding.PartitionSpec() if isinstance(placements, dict) and not placements else placements
 
 
 def _report(whole: Partitioned, args: tuple) -> GradientReport:

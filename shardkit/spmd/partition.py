@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardkit.arrays.partial import is_whole
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
@@ -184,7 +184,7 @@ class Partitioned:
 
         with _ambient(mesh):
             graph, results = trace(flat, *map(abstract, call.arrays))
-        ready = make_ready(graph, call.layouts, self._goals(results, mesh), mesh, self._unknown)
+        ready = make_ready(graph, call.layouts, self._goals(results, mesh), mesh, self._unknown, call.donated)
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree.flatten_with_path(results)[0]]
         return _Made(ready, results, Program(ready, mesh, call.names, names))
 
@@ -207,5 +207,7 @@ class Partitioned:
 
 def _ambient(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
     """The mesh with Auto axes: constraints in the traced function may name axes, and types stay free of them."""
-    abstract = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return jax.sharding.use_abstract_mesh(abstract)
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):  # so that a shard_map of the user's on the same mesh fits
+        return jax.sharding.use_abstract_mesh(Mesh(mesh.devices, mesh.axis_names, axis_types=types).abstract_mesh)
+    return jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types))

@@ -180,7 +180,8 @@ class _Pass:
         self.setting = setting
         self.sizes = setting.sizes
         self.wants = wants
-        self.homes: dict[int, Placed] = {}
+        self.homes: dict[int, Placed] = {}  # where a value is for its users
+        self.made: dict[int, Placed] = {}  # where it is when it's made
         self.copies: dict[int, list[Placed]] = collections.defaultdict(list)
         self.aliases: dict[int, Value] = {}
         self.origins: dict[int, Origins] = {}
@@ -221,7 +222,7 @@ class _Pass:
         return self.homes[value.number]
 
     def _made(self, value: Value, placed: Placed, origins: Origins) -> None:
-        self.homes[value.number] = placed
+        self.homes[value.number] = self.made[value.number] = placed
         self.copies[value.number].append(placed)
         if origins:
             self.origins[value.number] = origins
@@ -384,21 +385,34 @@ class _Pass:
     def learned(self, wants: Wants) -> Wants:
         """Where users needed values, as wishes for the next pass."""
         wishes, settled = dict(wants.wishes), dict(wants.settled)
-        fresh: dict[int, Placed] = {}
-        for number, needs in self.needed.items():
-            home = self.homes.get(number)
-            if home is None or number in self.aliases:
-                continue
-            whole_needs = [p for p in needs if not p.partial]
-            if home.partial and whole_needs and len(needs) > 1 and number not in settled:
-                settled[number] = whole_needs[0]
+        values = {v.number: v for node in self.graph.nodes for v in node.outputs}
+        needed = {n: needs for n, needs in self.needed.items() if n in values and n not in self.aliases}
+        for number, needs in needed.items():
+            home = self.homes[number]
             if not home.partial and number not in wishes and len({*needs}) == 1 and needs[0] != home:
-                fresh[number] = needs[0]
-        if fresh:
-            wishes.update(fresh)
+                wishes[number] = needs[0]
+        if len(wishes) > len(wants.wishes):
             for node in reversed(self.graph.nodes):
                 hand_back(node, wishes, self.setting)
+        for number, needs in needed.items():
+            whole = {p for p in needs if not p.partial}
+            if self.made[number].partial and whole and len(needs) > 1:
+                settled[number] = self._best_reduced(values[number], whole, wishes.get(number))
         return Wants(wishes, settled)
+
+    def _best_reduced(self, value: Value, needs: set[Placed], wish: Placed | None) -> Placed:
+        """Where a Partial value is best taken at once, if it's needed at these places."""
+        made = self.made[value.number]
+        if wish is not None and not wish.partial:
+            needs = {wish, *(p for p in needs if p != made.without_partial())}
+        candidates = sorted({*needs, made.without_partial()})
+
+        def total(first: Placed) -> tuple[float, float]:
+            ways = [moving.cost(value.type, made, first, self.sizes)]
+            ways += [moving.cost(value.type, first, p, self.sizes) for p in needs]
+            return sum(b for b, _ in ways), sum(c for _, c in ways)
+
+        return min(candidates, key=total)
 
 
 def _keeps_cuts(before: Sequence[Placed], after: Sequence[Placed]) -> bool:

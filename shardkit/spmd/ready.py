@@ -34,6 +34,7 @@ class ReadyStage:
       stage: what it is.
       arrangement: where its values are.
       inputs, outputs: the layouts of the arrays that enter and leave.
+      donated: positions of inputs that the user gave away, and no other stage reads.
       run: the compiled function; made when first needed.
     """
 
@@ -41,12 +42,13 @@ class ReadyStage:
     arrangement: Arrangement
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    donated: tuple[int, ...] = ()
     run: Any = None
 
-    def runnable(self, donated: Sequence[int] = ()) -> Any:
+    def runnable(self) -> Any:
         """The function of whole arrays, jitted."""
         if self.run is None:
-            self.run = jax.jit(_region(self), donate_argnums=tuple(donated))
+            self.run = jax.jit(_region(self), donate_argnums=self.donated)
         return self.run
 
     def described(self) -> list[jax.ShapeDtypeStruct]:
@@ -90,7 +92,7 @@ class Ready:
                 enter(x, la, names.get(v.number, "a value of another stage"), "partition")[0]
                 for x, la, v in zip(given, ready.inputs, graph.inputs, strict=True)
             ]
-            results = ready.runnable(self._donated(ready, call))(*entered)
+            results = ready.runnable()(*entered)
             labelled = [_label(x, la, v) for x, la, v in zip(results, ready.outputs, graph.outputs, strict=True)]
             for position, x in zip(ready.stage.results, labelled, strict=False):
                 outs[position] = x
@@ -106,16 +108,15 @@ class Ready:
             env[value.number] = reshard(x, layout)
         return env[value.number]
 
-    def _donated(self, ready: ReadyStage, call: Call) -> list[int]:
-        """What the user gave away, and no other stage reads."""
-        given = {v.number for v, donated in zip(self.graph.inputs, call.donated, strict=True) if donated}
-        others = [v.number for r in self.stages if r is not ready for v in r.arrangement.graph.inputs]
-        others += [c.source.number for c in self.crossings.values()]
-        inputs = ready.arrangement.graph.inputs
-        return [i for i, v in enumerate(inputs) if v.number in given and v.number not in others]
 
-
-def make_ready(graph: Graph, layouts: Sequence[Layout], goals: Sequence[Any], mesh: AnyMesh, unknown: str) -> Ready:
+def make_ready(
+    graph: Graph,
+    layouts: Sequence[Layout],
+    goals: Sequence[Any],
+    mesh: AnyMesh,
+    unknown: str,
+    donated: Sequence[bool] = (),
+) -> Ready:
     """Every stage of a graph, arranged.
 
     Args:
@@ -124,6 +125,7 @@ def make_ready(graph: Graph, layouts: Sequence[Layout], goals: Sequence[Any], me
       goals: of each output: a ``Layout``, ``REDUCED`` or ``ANYWHERE``.
       mesh: where values are that are made of constants only.
       unknown: "replicate" or "error".
+      donated: of each input, whether it may be overwritten.
 
     Raises:
       ValueError: an output that shall be on another mesh than the one it is made on.
@@ -141,6 +143,12 @@ def make_ready(graph: Graph, layouts: Sequence[Layout], goals: Sequence[Any], me
         ready.append(made := _arranged(stage, known, goals, unknown))
         for value, layout in zip(stage.graph.outputs, made.outputs, strict=True):
             known.setdefault(value.number, layout)
+    given = {v.number for v, gone in zip(graph.inputs, donated, strict=False) if gone}
+    for made in ready:
+        others = {v.number for r in ready if r is not made for v in r.stage.graph.inputs}
+        others |= {c.source.number for c in crossings}
+        mine = enumerate(made.stage.graph.inputs)
+        made.donated = tuple(i for i, v in mine if v.number in given - others)
     return Ready(graph, tuple(layouts), ready, arriving, arrivals)
 
 

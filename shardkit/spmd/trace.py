@@ -120,9 +120,11 @@ class _Reader:
                 f"partition: {name} at {node.source or 'an unknown line'} calls back to the host, once a device and "
                 "in no order; take it out of the function, or return the value and look at it outside"
             )
-        if eqn.effects and not bodies and name != "shard_map":
+        # A collective's only effect is to name a mesh axis.
+        effects = [e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"]
+        if effects and not bodies and name != "shard_map":
             raise NotImplementedError(
-                f"partition: {name} at {node.source or 'an unknown line'} has effects {sorted(map(str, eqn.effects))}, "
+                f"partition: {name} at {node.source or 'an unknown line'} has effects {sorted(map(str, effects))}, "
                 "and every device would have them; take it out of the function"
             )
         self.nodes.append(node)

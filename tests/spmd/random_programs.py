@@ -228,7 +228,8 @@ class Program:
 
     def __str__(self) -> str:
         given = [
-            f"# {i.name}: {i.dtype}{list(i.shape)} {i.kind} {i.placements} seed={i.seed} high={i.high}" for i in self.inputs
+            f"# {i.name}: {i.dtype}{list(i.shape)} {i.kind} {i.placements} seed={i.seed} high={i.high}"
+            for i in self.inputs
         ]
         goals = [f"# {name} -> {goal}" for name, goal in zip(self.outputs, self.goals, strict=True)]
         return "\n".join([f"# random program {self.seed} on {self.sizes}", *given, self.text, *goals])
@@ -311,7 +312,12 @@ class _Drawing:
 
     def placements(self, shape: tuple[int, ...], dtype: Any, *, partial: float, uneven: bool) -> Any:
         """Random ones, in one of the forms."""
-        kinds = {"b": ("any", "all"), "f": ("sum", "sum", "mean", "max", "min", "prod"), "i": ("sum", "max", "min"), "c": ("sum",)}
+        kinds = {
+            "b": ("any", "all"),
+            "f": ("sum", "sum", "mean", "max", "min", "prod"),
+            "i": ("sum", "max", "min"),
+            "c": ("sum",),
+        }
         kind = self.one(kinds[np.dtype(dtype).kind])
         cut: dict[int, list[str]] = {}
         found: dict[str, sk.Placement] = {}
@@ -427,9 +433,10 @@ class Scope:
                 self.env[calm] = Var(tuple(t.shape), t.dtype, 1.0)
                 del self.env[name]
 
-    def expression(self, text: str, growth: float = 1.0) -> None:
-        """A line of one target."""
+    def expression(self, text: str, growth: float = 1.0) -> str:
+        """A line of one target; the name under which the value is then known."""
         self.add(Line((self.draw.new(),), text), growth)
+        return self.lines[-1].targets[0]
 
     def fill(self, count: int) -> None:
         """So many lines more."""
@@ -770,8 +777,14 @@ def together(s: Scope) -> None:
     if d.chance(0.5):
         try:
             y = s.pick(
-                where=lambda v: len(v.shape) == len(s.shape(x))
-                and all(a == b for i, (a, b) in enumerate(zip(v.shape, s.shape(x), strict=True)) if i != axis % len(v.shape))
+                where=lambda v: (
+                    len(v.shape) == len(s.shape(x))
+                    and all(
+                        a == b
+                        for i, (a, b) in enumerate(zip(v.shape, s.shape(x), strict=True))
+                        if i != axis % len(v.shape)
+                    )
+                )
             )
         except Skip:
             pass
@@ -788,7 +801,9 @@ def part(s: Scope) -> None:
     shape = s.shape(x)
     how = d.between(0, 6)
     if how == 0:
-        config = tuple((d.between(-1, 2), d.between(-1, 2), d.one((0, 0, 1))) if d.chance(0.6) else (0, 0, 0) for _ in shape)
+        config = tuple(
+            (d.between(-1, 2), d.between(-1, 2), d.one((0, 0, 1))) if d.chance(0.6) else (0, 0, 0) for _ in shape
+        )
         s.expression(f"lax.pad({x}, {d.one((0.0, 1.5))}, {config})")
     elif how == 1:
         mode = d.one(("edge", "reflect", "wrap", "constant"))
@@ -842,7 +857,9 @@ def indexing(s: Scope) -> None:
     how = d.between(0, 6)
     if how == 0:
         index = s.indices(d.shape(d.between(0, 2)), shape[axis])
-        s.expression(f"jnp.take({x}, {index}, axis={axis}, mode={d.one(('clip', 'wrap', 'fill'))!r}{', fill_value=0.5' if d.chance(0.5) else ', fill_value=0'})")
+        s.expression(
+            f"jnp.take({x}, {index}, axis={axis}, mode={d.one(('clip', 'wrap', 'fill'))!r}{', fill_value=0.5' if d.chance(0.5) else ', fill_value=0'})"
+        )
     elif how == 1:
         picked = list(shape)
         picked[axis] = d.one((1, 2, shape[axis]))
@@ -855,7 +872,9 @@ def indexing(s: Scope) -> None:
         if change == "set":  # which of several comes last is nobody's promise
             count = min(count, shape[0])
             update = s.like((count, *shape[1:]))
-            s.expression(f"{x}.at[jnp.argsort(jnp.arange({shape[0]}) * 3 % 7)[:{count}]].set({update}, unique_indices=True)")
+            s.expression(
+                f"{x}.at[jnp.argsort(jnp.arange({shape[0]}) * 3 % 7)[:{count}]].set({update}, unique_indices=True)"
+            )
             return
         update = s.like((count, *shape[1:])) if d.chance(0.8) else str(d.number())
         mode = d.one(("drop", "clip", "promise_in_bounds"))
@@ -887,11 +906,8 @@ def normal_form(s: Scope) -> None:
     elif how == 1:
         s.expression(f"jax.nn.log_softmax({x}, axis={axis})", 2)
     elif how == 2:
-        mean, norm = d.new(), d.new()
-        s.add(Line((mean,), f"{x} - {x}.mean({axis}, keepdims=True)"), 2)
-        if mean not in s.env:
-            return
-        s.add(Line((norm,), f"{mean} * lax.rsqrt(jnp.mean({mean} ** 2, {axis}, keepdims=True) + 0.3)"))
+        y = s.expression(f"{x} - {x}.mean({axis}, keepdims=True)", 2)
+        s.expression(f"{y} * lax.rsqrt(jnp.mean({y} ** 2, {axis}, keepdims=True) + 0.3)")
     elif how == 3:
         s.expression(f"jax.nn.standardize({x}, axis={axis}, epsilon=0.3)", 2)
     else:
@@ -899,7 +915,9 @@ def normal_form(s: Scope) -> None:
         if s.shape(labels) != s.shape(x)[:-1]:
             raise Skip
         n = s.shape(x)[-1]
-        s.expression(f"-jnp.take_along_axis(jax.nn.log_softmax({x}), ({labels} % {n})[..., None], axis=-1)[..., 0].mean()")
+        s.expression(
+            f"-jnp.take_along_axis(jax.nn.log_softmax({x}), ({labels} % {n})[..., None], axis=-1)[..., 0].mean()"
+        )
 
 
 def attention(s: Scope) -> None:
@@ -908,9 +926,8 @@ def attention(s: Scope) -> None:
     q = s.pick(low=2, high=3, where=lambda v: math.prod(v.shape) <= 128)
     k, v = s.like(s.shape(q)), s.like(s.shape(q))
     n = s.shape(q)[-2]
-    scores, masked = d.new(), d.new()
-    s.add(Line((scores,), f"jnp.einsum('...qd,...kd->...qk', {q}, {k}) / {4 * s.shape(q)[-1]}"), 2)
-    s.add(Line((masked,), f"jnp.where(jnp.tril(jnp.ones(({n}, {n}), bool)), {scores}, -1e9)"))
+    scores = s.expression(f"jnp.einsum('...qd,...kd->...qk', {q}, {k}) / {4 * s.shape(q)[-1]}", 2)
+    masked = s.expression(f"jnp.where(jnp.tril(jnp.ones(({n}, {n}), bool)), {scores}, -1e9)")
     s.expression(f"jax.nn.softmax({masked}, -1) @ {v}")
 
 
@@ -1051,9 +1068,13 @@ def called(s: Scope) -> None:
     result = made[-1]
     block = Block(d.new("f"), (), live(inner.lines, {result}), result)
     free = s.free(block)
-    how = d.one(("jax.checkpoint({0})", "jax.jit({0})", "jax.checkpoint({0}, policy=jax.checkpoint_policies.dots_saveable)"))
+    how = d.one(
+        ("jax.checkpoint({0})", "jax.jit({0})", "jax.checkpoint({0}, policy=jax.checkpoint_policies.dots_saveable)")
+    )
     block = dataclasses.replace(block, parameters=tuple(free))
-    s.add(Line((d.new(),), f"{how.format(block.name)}({', '.join(free)})", (block,)), max(1.0, inner.env[result].size / 4))
+    s.add(
+        Line((d.new(),), f"{how.format(block.name)}({', '.join(free)})", (block,)), max(1.0, inner.env[result].size / 4)
+    )
 
 
 def mapped(s: Scope) -> None:

@@ -4,9 +4,6 @@ Several programs of one mesh are traced and compiled as one function. What fails
 has its seed and text: ``python -m tests.spmd.test_random_programs SEED`` says more.
 """
 
-import functools
-import math
-
 import jax
 import numpy as np
 import pytest
@@ -30,7 +27,15 @@ def reduced(result):
     """The value that a result stands for, with NumPy alone."""
     if isinstance(result, sk.PartialArray):
         stack, axes = np.asarray(result.stack), tuple(range(len(result.layout.partial_axes)))
-        by = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod, "any": np.any, "all": np.all}
+        by = {
+            "sum": np.sum,
+            "mean": np.mean,
+            "max": np.max,
+            "min": np.min,
+            "prod": np.prod,
+            "any": np.any,
+            "all": np.all,
+        }
         return by[result.layout.reduce](stack, axis=axes)[tuple(slice(0, s) for s in result.shape)]
     if isinstance(result, sk.Padded):
         return np.asarray(result.array)[tuple(slice(0, s) for s in result.shape)]
@@ -83,8 +88,12 @@ def verify(programs, traffic=False):
         assert sk.placements(result) == places, f"{sk.placements(result)}, but the program says {places}"
     for p, mine, want in zip(programs, got, expected(programs), strict=True):
         for name, goal, x, y in zip(p.outputs, p.goals, mine, want, strict=True):
-            said = sk.Layout(run._find_mesh((), {}), goal).resolved(np.ndim(y)) if goal not in (None, "inferred") else None
-            assert said is None or said.placements == sk.placements(x), f"{name}: asked for {said}, got {sk.placements(x)}"
+            said = (
+                sk.Layout(run._find_mesh((), {}), goal).resolved(np.ndim(y)) if goal not in (None, "inferred") else None
+            )
+            assert said is None or said.placements == sk.placements(x), (
+                f"{name}: asked for {said}, got {sk.placements(x)}"
+            )
             assert goal == "inferred" or said is not None or not isinstance(x, sk.PartialArray), f"{name} is Partial"
             if not close(reduced(x), y, p.exact):
                 raise Wrong(f"{name} ({sk.placements(x)}):\n{reduced(x)}\nbut on one device\n{np.asarray(y)}")

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tests.spmd.rule_cases import check, placed
+from tests.spmd.rule_cases import check, found, placed
 
 SIZES = {"dp": 2, "tp": 4}
 X = np.random.default_rng(0).normal(size=(8, 16))
@@ -47,3 +47,18 @@ def test_tile_of_one_element_makes_its_own_part():
 
 def test_xor():
     check(lambda x: lax.reduce_xor(x, (1,)), ((X * 100).astype(int),), [placed("dp", "tp")], SIZES)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("shape", [(8, 64), (32, 4, 4), (512,)])
+def test_reshape_of_dims_in_another_order(order, shape):
+    x = np.random.default_rng(0).normal(size=(8, 16, 4))
+    fun = lambda x: lax.reshape(x, shape, order)  # noqa: E731
+    for where in (placed("dp", "tp", None), placed("tp", None, "dp"), placed(None, ("dp", "tp"), None)):
+        check(fun, (x,), [where], SIZES)
+
+
+def test_keys_of_the_old_kind():
+    data = np.arange(16, dtype="uint32").reshape(8, 2)
+    _, _, ways = found(lambda x: jax.random.wrap_key_data(x), (data,), [placed("dp", None)], SIZES)
+    assert placed("dp") in {w.results[0] for w in ways}

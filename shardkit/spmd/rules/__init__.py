@@ -7,6 +7,7 @@ from typing import Any
 
 from shardkit.spmd.rules import (
     assembly,
+    collectives,
     contraction,
     convolution,
     creation,
@@ -37,6 +38,7 @@ RULES: dict[str, Rule] = {
         indexing,
         ordering,
         linear_algebra,
+        collectives,
     )
     for name, rule in family.RULES.items()
 }

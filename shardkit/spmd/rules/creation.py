@@ -57,7 +57,7 @@ def keyed(op: Op) -> Factored:
     if op.name == "random_wrap":
         keys -= 1
     letters = names(keys)
-    sizes = dict(zip(letters, op.operands[0].shape, strict=True))
+    sizes = dict(zip(letters, op.operands[0].shape[:keys], strict=True))
     fixed = set()
 
     def dims(ndim: int, prefix: str, shape: Sequence[int]) -> list[str]:

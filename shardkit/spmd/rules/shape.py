@@ -113,11 +113,14 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], lis
 
 
 def reshape(op: Op) -> Factored:
-    """Merging dims keeps the cut of the major one, splitting one hands its cut to the major part."""
-    shape = op.params["new_sizes"]
-    if op.params.get("dimensions") is not None:
-        raise NotImplementedError("lax.reshape with dimensions=: transpose first")
-    before, after, letters, stuck = factors(op.operands[0].shape, shape)
+    """Merging dims keeps the cut of the major one, splitting one hands its cut to the major part.
+
+    With ``dimensions`` (the derivative of a product over dims has it) dims change places first.
+    """
+    shape, operand = op.params["new_sizes"], op.operands[0]
+    order = op.params.get("dimensions") or range(operand.ndim)
+    read, after, letters, stuck = factors([operand.shape[d] for d in order], shape)
+    before = [dims for _, dims in sorted(zip(order, read, strict=True))]
 
     def local(cut: Cut, sizes: Sizes) -> Local | None:
         for letter, axes in cut.items():
