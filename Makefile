@@ -32,7 +32,7 @@ demo: $(STAMP) ## train a small model on images cut over simulated devices
 test: $(STAMP) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: $(STAMP) ## ring convolution (BENCH=reshard, optimizer: those) beside XLA's own partitioner
+bench: $(STAMP) ## ring convolution (BENCH=reshard, optimizer, partition: those) beside XLA's own partitioner
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 lint: $(STAMP) ## ruff and pyright

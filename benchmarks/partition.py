@@ -52,6 +52,7 @@ DP, TP, SP, BOTH, SPACE = {"dp": 8}, {"tp": 8}, {"sp": 8}, {"dp": 2, "tp": 4}, {
 BATCH = {"dp": S(0)}
 MLP_CUTS = {"['up']['kernel']": 1, "['up']['bias']": 0, "['norm']": 0, "['down']['kernel']": 0}
 EXPERTS = {"['up']": 0, "['down']": 0}
+LAYERS, DEVICES = (12, 48), (8, 64, 512)
 MEGATRON = models.COLUMNS_AND_ROWS
 
 
@@ -154,7 +155,8 @@ class Row:
       in_loop: of these, how many are in loops.
       replicated: operations that ran whole for want of a rule.
       temporaries: bytes of a device.
-      wall_ms: of a step.
+      wall_ms: of a step, both under ``jax.jit``.
+      unjitted_ms: of ours, called as it is: arguments are read and results labelled in Python.
       trace_s: tracing (and partitioning).
       compile_s: lowering and compiling.
     """
@@ -168,6 +170,7 @@ class Row:
     replicated: int
     temporaries: tuple[int, int]
     wall_ms: tuple[float, float]
+    unjitted_ms: float
     trace_s: tuple[float, float]
     compile_s: tuple[float, float]
 
@@ -204,23 +207,33 @@ def measure(job: Job, rounds: int, compiles: int) -> Row:
         times[name].append(time.perf_counter() - start)
         return result
 
+    where = jax.tree.map(sk.placements, arguments)
+
     def ours() -> Any:
-        step = sk.partition(training.step, (), mesh=mesh)
-        timed("ours: trace", lambda: step.program(*arguments))
-        return step, timed("ours: compile", lambda: step.lower(*arguments).compile())
+        step = sk.partition(training.step, where, mesh=mesh)
+        jitted = jax.jit(step)
+        traced = timed("ours: trace", lambda: jitted.trace(*arguments))
+        return step, jitted, timed("ours: compile", lambda: traced.lower().compile())
 
     def theirs() -> Any:
         step = jax.jit(training.step)
         traced = timed("trace", lambda: step.trace(*arguments))
-        return step, timed("compile", lambda: traced.lower().compile())
+        return step, step, timed("compile", lambda: traced.lower().compile())
 
     for number in range(compiles):
         made = {}
         for make in (ours, theirs) if number % 2 else (theirs, ours):
             jax.clear_caches()
             made[make] = make()
-    (step, compiled), (plain, plain_compiled) = made[ours], made[theirs]
-    wall = in_turns({"ours": lambda: step(*arguments), "XLA": lambda: plain(*arguments)}, rounds)
+    (step, jitted, compiled), (_, plain, plain_compiled) = made[ours], made[theirs]
+    wall = in_turns(
+        {
+            "ours": lambda: jitted(*arguments),
+            "XLA": lambda: plain(*arguments),
+            "unjitted": lambda: step(*arguments),
+        },
+        rounds,
+    )
     reports = [sk.collectives(c, mesh=mesh) for c in (compiled, plain_compiled)]
     memory = [sk.memory(c).temporaries for c in (compiled, plain_compiled)]
     program = step.program(*arguments)
@@ -235,6 +248,7 @@ def measure(job: Job, rounds: int, compiles: int) -> Row:
         replicated=len(program.replicated),
         temporaries=(memory[0], memory[1]),
         wall_ms=(wall["ours"], wall["XLA"]),
+        unjitted_ms=wall["unjitted"],
         trace_s=(middle["ours: trace"], middle["trace"]),
         compile_s=(middle["ours: compile"], middle["compile"]),
     )
@@ -301,6 +315,7 @@ HEADINGS = (
     "collectives (in loops): ours",
     "collectives (in loops): XLA",
     "wall, ms: ours / XLA",
+    "ours outside jit, ms",
     "temporaries, kB a device: ours / XLA",
     "trace (ours: and partition), s: ours / XLA",
     "compile, s: ours / XLA",
@@ -333,6 +348,7 @@ def cells(row: Row) -> list[str]:
         found(0),
         found(1),
         ratio(row.wall_ms, 1),
+        f"{row.unjitted_ms:,.1f}",
         ratio(row.temporaries, 0, 1e3),
         ratio(row.trace_s, 2),
         ratio(row.compile_s, 2),
@@ -380,14 +396,17 @@ def write(rows: list[Row], scale: list[Scale], where: str) -> None:
         "scale": [dataclasses.asdict(s) for s in scale],
     }
     (HERE / "results" / "partition.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = [where, "", summary(rows), "", *markdown(HEADINGS, [cells(r) for r in rows])]
-    lines += ["", "Planning for devices that are only described (dp x tp=8):", ""]
+    lines = [where, ""]
+    lines += [summary(rows), "", *markdown(HEADINGS, [cells(r) for r in rows]), ""] if rows else []
+    lines += ["Planning for devices that are only described (dp x tp=8):", ""]
     lines += markdown(SCALE_HEADINGS, [scale_cells(s) for s in scale])
     between(HERE / "README.md", "partition", lines)
 
 
 def load() -> tuple[list[Row], list[Scale], str]:
-    stored = json.loads((HERE / "results" / "partition.json").read_text())
+    """What is stored; nothing, if nothing is."""
+    path = HERE / "results" / "partition.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"rows": [], "scale": [], "versions": ""}
     rows = [Row(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in stored["rows"]]
     return rows, [Scale(**s) for s in stored["scale"]], stored["versions"]
 
@@ -397,35 +416,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of a step")
     parser.add_argument("--compiles", type=int, default=3, help="rounds of tracing and compiling")
     parser.add_argument("--only", help="rows with this in their name")
-    parser.add_argument("--no-scale", action="store_true", help="leave out how planning scales")
+    parser.add_argument("--part", choices=("steps", "scale"), help="only this; stored results of the other stay")
     parser.add_argument("--dry", action="store_true", help="don't write the results")
     parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
     if arguments.rewrite:
         write(*load())
         return
-    jobs = [j for j in _jobs() if arguments.only is None or arguments.only.lower() in j.name.lower()]
-    rows = [measure(job, arguments.rounds, arguments.compiles) for job in track(jobs, description="steps")]
     console = Console(width=220)
-    table = Table(title=f"A partitioned training step ({versions()})")
-    for heading in HEADINGS:
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(*(cell.replace("*", "") for cell in cells(row)))
-    console.print(table)
-    if rows:
+    rows: list[Row] = []
+    scale: list[Scale] = []
+    if arguments.part != "scale":
+        jobs = [j for j in _jobs() if arguments.only is None or arguments.only.lower() in j.name.lower()]
+        rows = [measure(job, arguments.rounds, arguments.compiles) for job in track(jobs, description="steps")]
+        table = Table(title=f"A partitioned training step ({versions()})")
+        for heading in HEADINGS:
+            table.add_column(heading)
+        for row in rows:
+            table.add_row(*(cell.replace("*", "") for cell in cells(row)))
+        console.print(table)
         console.print(summary(rows))
-    scale = []
-    if not arguments.no_scale:
-        pairs = [(layers, devices) for layers in (12, 48) for devices in (8, 64, 512)]
+    if arguments.part != "steps":
+        pairs = [(layers, devices) for layers in LAYERS for devices in DEVICES]
         scale = [planned(*pair, arguments.compiles) for pair in track(pairs, description="planning")]
         for line in scale:
             console.print(dict(zip(SCALE_HEADINGS, scale_cells(line), strict=True)))
     if not arguments.dry and arguments.only is None:
-        where = (
-            f"{versions()}; medians of {arguments.rounds} interleaved rounds, trace and compile of {arguments.compiles}"
-        )
-        write(rows, scale, where)
+        if arguments.part is not None:
+            stored_rows, stored_scale, _ = load()
+            rows, scale = rows or stored_rows, scale or stored_scale
+        rounds = f"medians of {arguments.rounds} interleaved rounds, tracing and compiling of {arguments.compiles}"
+        write(rows, scale, f"{versions()}; {rounds}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,3 +48,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a ``scan`` equation's parameters: how many of its inputs are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
+    return len(consts), len(carry)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 
+from shardkit._compat import scan_counts
 from shardkit.placements import Layout
 from shardkit.spmd import costs, moving
 from shardkit.spmd.arrangement import Arrangement
@@ -112,6 +113,8 @@ def _settle(loop: _Loop, consts: Places, carry: Places, extra: Places, wishes: W
                 arrangement = (
                     found if kept == consts else run(kept, candidate, slices, [*candidate, *[ANYWHERE] * outs])
                 )
+                if arrangement.flops > 1.01 * found.flops:
+                    continue  # every device would do what they now share
                 cost = price(kept, candidate, slices, arrangement)
                 if best is None or cost < best[0]:
                     best = cost, kept, candidate, slices, arrangement
@@ -147,7 +150,7 @@ def _stacked(placed: Placed) -> Placed:
 def scan(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> Sequence[Strategy]:
     """Carries at one place; what it runs over is whole along the dim it runs over."""
     params, body = node.op.params, node.bodies[0]
-    consts, carry = params["num_consts"], params["num_carry"]
+    consts, carry = scan_counts(params)
     loop = _Loop(body, consts, carry, len(body.inputs) - consts - carry, max(1, params["length"]))
     over = tuple(_sliced(p) for p in placed[consts + carry :])
     inner = tuple(w if w is None or i < carry else _sliced(w) for i, w in enumerate(wishes))

@@ -273,10 +273,7 @@ class _Pass:
 
     def _operate(self, node: Node) -> None:
         ways, replicated_only = self._ways(node)
-        homes = [self.home(v) for v in node.inputs]
-        # Work that is divided stays so: an operand isn't put together (to spare its result from being Partial, say)
-        # where all of them can be worked with as they are cut.
-        ways = [s for s in ways if _keeps_cuts(homes, s.operands)] or ways
+        ways = _sharing_work([self.home(v) for v in node.inputs], ways)
         ways = [self._without_known(node, s) for s in ways]
         chosen = min(ways, key=lambda s: (self._price(node, s), _tidiness(s)))
         for value, placed in zip(node.inputs, chosen.operands, strict=True):
@@ -413,6 +410,18 @@ class _Pass:
             return sum(b for b, _ in ways), sum(c for _, c in ways)
 
         return min(candidates, key=total)
+
+
+def _sharing_work(homes: Sequence[Placed], ways: Sequence[Strategy]) -> Sequence[Strategy]:
+    """Without strategies by which every device would do what they could share.
+
+    Work that is divided stays so: an operand isn't put together (to spare its result from being Partial, say) where all
+    of them can be worked with as they are cut. What only moves data is no work.
+    """
+    least = min((s.flops for s in ways if _keeps_cuts(homes, s.operands)), default=None)
+    if least is None:
+        return ways
+    return [s for s in ways if _keeps_cuts(homes, s.operands) or s.flops <= 1.01 * least]
 
 
 def _keeps_cuts(before: Sequence[Placed], after: Sequence[Placed]) -> bool:

@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import shardkit as sk
+from shardkit.spmd import partition
 from tests.spmd.rule_cases import check, found, placed
 
 SIZES = {"dp": 2, "tp": 4}
@@ -62,3 +64,12 @@ def test_keys_of_the_old_kind():
     data = np.arange(16, dtype="uint32").reshape(8, 2)
     _, _, ways = found(lambda x: jax.random.wrap_key_data(x), (data,), [placed("dp", None)], SIZES)
     assert placed("dp") in {w.results[0] for w in ways}
+
+
+@pytest.mark.parametrize("goal", [{"dp": sk.Shard(0)}, {"tp": sk.Shard(1)}])
+def test_slice_that_starts_too_late_and_is_cut_then(goal):
+    # XLA of jaxlib 0.10 merges two dynamic slices without clamping the first.
+    mesh = sk.make_mesh(SIZES)
+    run = partition(lambda x, i: lax.dynamic_slice(x, (i, i), (2, 16)), None, goal, mesh=mesh)
+    for start in (0, 3, 7):
+        np.testing.assert_array_equal(run(X, start), lax.dynamic_slice(X, (start, start), (2, 16)))

@@ -18,6 +18,7 @@ from shardkit.spmd.rules import (
     pooling,
     reduction,
     shape,
+    shifting,
 )
 from shardkit.spmd.rules.factored import Factored, strategies
 from shardkit.spmd.rules.strategy import Case, Op, Strategy, Traffic, Type
@@ -32,6 +33,7 @@ RULES: dict[str, Rule] = {
         reduction,
         shape,
         assembly,
+        shifting,
         creation,
         convolution,
         pooling,

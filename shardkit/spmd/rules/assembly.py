@@ -1,9 +1,6 @@
-"""Operations that put arrays together or take parts at fixed places: concatenate, stack, tile, pad, slice, split."""
+"""Operations that put arrays together or take them apart: concatenate, stack, tile, split."""
 
 from __future__ import annotations
-
-import jax.numpy as jnp
-import numpy as np
 
 from shardkit.spmd.placed import Sizes, parts
 from shardkit.spmd.rules.factored import ANY, Cut, Factored, Local, Together, names, one_letter_each
@@ -24,7 +21,13 @@ def concatenate(op: Op) -> Factored:
         operands.append(mine)
     together = Together(frozenset(range(len(operands))), ANY)
     return Factored(
-        one_letter_each(*operands), one_letter_each(letters), sizes, frozenset(whole), linear=(together,), uneven=True
+        one_letter_each(*operands),
+        one_letter_each(letters),
+        sizes,
+        frozenset(whole),
+        linear=(together,),
+        uneven=True,
+        work=0.0,
     )
 
 
@@ -42,7 +45,13 @@ def split(op: Op) -> Factored:
         results.append(mine)
     linear = (Together(frozenset({0}), ANY),)
     return Factored(
-        one_letter_each(letters), one_letter_each(*results), sizes, frozenset(whole), linear=linear, uneven=True
+        one_letter_each(letters),
+        one_letter_each(*results),
+        sizes,
+        frozenset(whole),
+        linear=linear,
+        uneven=True,
+        work=0.0,
     )
 
 
@@ -55,7 +64,7 @@ def stack(op: Op) -> Factored:
     linear = (Together(frozenset(range(len(op.operands))), ANY),)
     operands = one_letter_each(*[mine] * len(op.operands))
     whole = frozenset({letters[axis]})
-    return Factored(operands, one_letter_each(letters), sizes, whole, linear=linear, uneven=True)
+    return Factored(operands, one_letter_each(letters), sizes, whole, linear=linear, uneven=True, work=0.0)
 
 
 def unstack(op: Op) -> Factored:
@@ -67,7 +76,7 @@ def unstack(op: Op) -> Factored:
     linear = (Together(frozenset({0}), ANY),)
     results = one_letter_each(*[mine] * len(op.results))
     whole = frozenset({letters[axis]})
-    return Factored(one_letter_each(letters), results, sizes, whole, linear=linear, uneven=True)
+    return Factored(one_letter_each(letters), results, sizes, whole, linear=linear, uneven=True, work=0.0)
 
 
 def tile(op: Op) -> Factored:
@@ -97,56 +106,7 @@ def tile(op: Op) -> Factored:
         linear=(Together(frozenset({0}), ANY),),
         local=local,
         uneven=True,
-    )
-
-
-def pad(op: Op) -> Factored:
-    """Dims that are padded (or cropped) must be whole. Contributions are padded with zeros only."""
-    config = op.params["padding_config"]
-    operand, result = op.operands[0], op.results[0]
-    before, after = names(operand.ndim), names(operand.ndim)
-    sizes = dict(zip(before, operand.shape, strict=True))
-    whole = set()
-    for d, (low, high, interior) in enumerate(config):
-        if low or high or interior:
-            after[d] = f"padded{d}"
-            sizes[after[d]] = result.shape[d]
-            whole.update((before[d], after[d]))
-    value = op.constants[1] if len(op.constants) > 1 else None
-    zero = value is not None and np.ndim(value) == 0 and jnp.issubdtype(operand.dtype, jnp.number) and not value
-    linear = (Together(frozenset({0})),) if zero else (Together(frozenset({0, 1})),)
-    return Factored(
-        (*one_letter_each(before), ()), one_letter_each(after), sizes, frozenset(whole), linear=linear, uneven=True
-    )
-
-
-def slice_(op: Op) -> Factored:
-    """Dims of which a part is taken must be whole."""
-    start, limit = op.params["start_indices"], op.params["limit_indices"]
-    strides = op.params["strides"] or (1,) * len(start)
-    shape = op.operands[0].shape
-    before, after = names(len(shape)), names(len(shape))
-    sizes = dict(zip(before, shape, strict=True))
-    whole = set()
-    for d, size in enumerate(shape):
-        if (start[d], limit[d], strides[d]) != (0, size, 1):
-            after[d] = f"part{d}"
-            sizes[after[d]] = op.results[0].shape[d]
-            whole.update((before[d], after[d]))
-
-    def local(cut: Cut, mesh: Sizes) -> Local:
-        ends = [-(-limit[d] // parts(cut.get(x, ()), mesh)) if x in cut else limit[d] for d, x in enumerate(before)]
-        return Local({**op.params, "limit_indices": tuple(ends)})
-
-    linear = (Together(frozenset({0}), ANY),)
-    return Factored(
-        one_letter_each(before),
-        one_letter_each(after),
-        sizes,
-        frozenset(whole),
-        linear=linear,
-        local=local,
-        uneven=True,
+        work=0.0,
     )
 
 
@@ -156,6 +116,4 @@ RULES = {
     "stack": stack,
     "unstack": unstack,
     "tile": tile,
-    "pad": pad,
-    "slice": slice_,
 }

@@ -365,10 +365,10 @@ def dynamic_slice(op: Op) -> Factored:
         block = [-(-s // parts(cut.get(x, ()), mesh)) for s, x in zip(shape, before, strict=True)]
         pieces = [d for d in part if before[d] in cut]
         inner = [block[d] if d in pieces or d not in part else taken[d] for d in range(len(shape))]
-        if not pieces:
-            return Local({**op.params, "slice_sizes": tuple(inner)})
 
         def run(here: Any, array: jax.Array, *starts: jax.Array) -> Sequence[Any]:
+            # Clamped here, though the operation does it, too: of two slices in a row, one of which a reshard may have
+            # put there, XLA (of jaxlib 0.10) adds the starts as they are, and clamps the sum.
             at = [clamped(jnp.asarray(s), shape[d] - taken[d], dtype) for d, s in enumerate(starts)]
             zero = jnp.zeros((), dtype)
             found = lax.dynamic_slice(array, [zero if d in pieces else at[d] for d in range(len(at))], inner)
@@ -379,7 +379,7 @@ def dynamic_slice(op: Op) -> Factored:
                 found = jnp.where(mine, jnp.take(found, wanted, axis=d, mode="clip"), found.dtype.type(0))
             return [found]
 
-        return Local(run=run, why="masked slice")
+        return Local(run=run, why="masked slice" if pieces else "")
 
     return Factored(
         operands=one_letter_each(before, *[[]] * len(shape)),

@@ -34,7 +34,7 @@ def broadcast_in_dim(op: Op) -> Factored:
         blocks = block_sizes(results[0], letters, shape, cut, sizes)
         return Local({**op.params, "shape": blocks, "sharding": None})
 
-    return Factored((tuple(dims),), results, letters, linear=_PASS, local=local, uneven=True)
+    return Factored((tuple(dims),), results, letters, linear=_PASS, local=local, uneven=True, work=0.0)
 
 
 def factors(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
@@ -140,7 +140,7 @@ def transpose(op: Op) -> Factored:
     letters = names(op.operands[0].ndim)
     out = [letters[i] for i in op.params["permutation"]]
     sizes = dict(zip(letters, op.operands[0].shape, strict=True))
-    return Factored(one_letter_each(letters), one_letter_each(out), sizes, linear=_PASS, uneven=True)
+    return Factored(one_letter_each(letters), one_letter_each(out), sizes, linear=_PASS, uneven=True, work=0.0)
 
 
 def squeeze(op: Op) -> Factored:
@@ -150,7 +150,7 @@ def squeeze(op: Op) -> Factored:
     out = [x for i, x in enumerate(letters) if i not in gone]
     sizes = dict(zip(letters, op.operands[0].shape, strict=True))
     whole = frozenset(letters[i] for i in gone)
-    return Factored(one_letter_each(letters), one_letter_each(out), sizes, whole, linear=_PASS, uneven=True)
+    return Factored(one_letter_each(letters), one_letter_each(out), sizes, whole, linear=_PASS, uneven=True, work=0.0)
 
 
 def expand_dims(op: Op) -> Factored:
@@ -160,7 +160,7 @@ def expand_dims(op: Op) -> Factored:
     inner = [x for i, x in enumerate(letters) if i not in new]
     sizes = dict(zip(letters, op.results[0].shape, strict=True))
     whole = frozenset(letters[i] for i in new)
-    return Factored(one_letter_each(inner), one_letter_each(letters), sizes, whole, linear=_PASS, uneven=True)
+    return Factored(one_letter_each(inner), one_letter_each(letters), sizes, whole, linear=_PASS, uneven=True, work=0.0)
 
 
 def rev(op: Op) -> Factored:
@@ -169,7 +169,7 @@ def rev(op: Op) -> Factored:
     sizes = dict(zip(letters, op.operands[0].shape, strict=True))
     whole = frozenset(letters[d] for d in op.params["dimensions"])
     dims = one_letter_each(letters)
-    return Factored(dims, dims, sizes, whole, linear=_PASS, uneven=True)
+    return Factored(dims, dims, sizes, whole, linear=_PASS, uneven=True, work=0.0)
 
 
 RULES = {
