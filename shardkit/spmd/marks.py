@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
+from shardkit._compat import spec_entries
 from shardkit.meshes import ambient_mesh
-from shardkit.placements import AnyMesh, Layout, Partial, Placements, Shard
+from shardkit.placements import AnyMesh, Layout, Partial, Placements, Shard, entry_names
 from shardkit.reshard import reshard
 
 constrain_p = jex_core.Primitive("sk_constrain")
@@ -177,8 +180,23 @@ batching.primitive_batchers[on_mesh_p] = _cross_batched
 mlir.register_lowering(on_mesh_p, mlir.lower_fun(_cross, multiple_results=False))
 
 
-def asked(name: str, params: Any, mesh: AnyMesh, ndim: int) -> Layout:
+def _constrained(spec: PartitionSpec, ndim: int, now: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """A spec without UNCONSTRAINED."""
+    entries = [*spec_entries(spec), *[PartitionSpec.UNCONSTRAINED] * (ndim - len(spec_entries(spec)))]
+    named = {a for e in entries if e is not PartitionSpec.UNCONSTRAINED for a in entry_names(e)}
+    kept = [tuple(a for a in axes if a not in named) for axes in now]
+    return PartitionSpec(*((kept[d] or None) if e is PartitionSpec.UNCONSTRAINED else e for d, e in enumerate(entries)))
+
+
+def asked(name: str, params: Any, mesh: AnyMesh, ndim: int, now: Sequence[tuple[str, ...]] | None = None) -> Layout:
     """The layout that a mark asks for: of ``sk.constrain`` or of ``lax.with_sharding_constraint``.
+
+    Args:
+      name, params: of the mark.
+      mesh: the mesh of the program.
+      ndim: rank of the value.
+      now: the axes that cut each dim already, kept where a spec says UNCONSTRAINED (as one does of the dims that it
+        doesn't speak of).
 
     Raises:
       ValueError: axes that the mesh doesn't have; a dim out of range; a sharding of a kind that names no axes.
@@ -192,5 +210,5 @@ def asked(name: str, params: Any, mesh: AnyMesh, ndim: int) -> Layout:
             raise ValueError(
                 f"with_sharding_constraint was given {given!r}, which names no mesh axes; use a NamedSharding"
             )
-        given = spec
+        given = _constrained(spec, ndim, now or ((),) * ndim)
     return Layout(mesh, given).resolved(ndim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -27,7 +28,15 @@ def way(of: Type, source: Placed, goal: Placed, sizes: Sizes) -> Route:
 
 @functools.lru_cache(1 << 16)
 def _way(sizes, shape, itemsize, source, goal, reduce, wanted) -> Route:
-    return between(sizes, shape, itemsize, source, goal, reduce, wanted)
+    """The search, once for all shapes whose dims the whole mesh divides: there bytes grow with the elements alone."""
+    devices = math.prod(size for _, size in sizes)
+    smallest = tuple(devices if size and size % devices == 0 else size for size in shape)
+    found = between(sizes, smallest, itemsize, source, goal, reduce, wanted)
+    if smallest == shape:
+        return found
+    larger = math.prod(shape) // math.prod(smallest)
+    moves = tuple(m._replace(bytes=m.bytes * larger, peak=m.peak * larger) for m in found.moves)
+    return dataclasses.replace(found, problem=dataclasses.replace(found.problem, shape=shape), moves=moves)
 
 
 def _itemsize(dtype: Any) -> int:

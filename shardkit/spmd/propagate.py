@@ -163,11 +163,11 @@ def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
             wishes.setdefault(value.number, placed)
 
 
-def mark_of(node: Node, setting: Setting) -> Placed:
-    """Where a mark asks its value to be."""
+def mark_of(node: Node, setting: Setting, now: Placed | None = None) -> Placed:
+    """Where a mark asks its value to be, which is ``now`` somewhere."""
     shape = tuple(node.outputs[0].aval.shape)
     try:
-        layout = asked(node.op.name, node.op.params, setting.mesh, len(shape))
+        layout = asked(node.op.name, node.op.params, setting.mesh, len(shape), None if now is None else now.dims)
         placed = from_layout(layout, len(shape), setting.sizes)
     except ValueError as err:
         raise ValueError(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
@@ -184,6 +184,7 @@ class _Pass:
         self.made: dict[int, Placed] = {}  # where it is when it's made
         self.copies: dict[int, list[Placed]] = collections.defaultdict(list)
         self.aliases: dict[int, Value] = {}
+        self.marked: dict[int, Placed] = {}  # where the user said an alias shall be
         self.origins: dict[int, Origins] = {}
         self.steps: list[Step] = []
         self.uses = collections.Counter(v.number for node in graph.nodes for v in node.inputs)
@@ -231,24 +232,47 @@ class _Pass:
             self.bring(value, settled, None)
             self.homes[value.number] = settled
 
+    def pinned(self, value: Value) -> Placed | None:
+        """Where the user said a value shall be: whoever uses it takes it from there."""
+        while value.number in self.aliases:
+            if value.number in self.marked:
+                return self.marked[value.number]
+            value = self.aliases[value.number]
+        return None
+
     def nearest(self, value: Value, goal: Placed) -> tuple[tuple[int, int], Placed]:
         """The cheapest way to a place from one where the value is already."""
         root = self.root(value)
         self.home(value)
         self.home(root)
+        pin = self.pinned(value)
+        if pin is not None and goal != pin:
+            (there, count), _ = self._from_copies(root, pin)
+            more, others = moving.cost(root.type, pin, goal, self.sizes)
+            return (there + more, count + others), pin
+        return self._from_copies(root, goal)
+
+    def _from_copies(self, root: Value, goal: Placed) -> tuple[tuple[int, int], Placed]:
         held = self.copies[root.number]
         if goal in held:
             return (0, 0), goal
-        of = root.type
-        return min(((moving.cost(of, p, goal, self.sizes), p) for p in held), key=lambda pair: pair[0])
+        return min(((moving.cost(root.type, p, goal, self.sizes), p) for p in held), key=lambda pair: pair[0])
 
     def bring(self, value: Value, goal: Placed, user: Node | None) -> None:
         """The moves that take a value to a place, unless it's there."""
-        root = self.root(value)
-        _, source = self.nearest(value, goal)
+        self.home(value)
+        root, pin = self.root(value), self.pinned(value)
+        self.home(root)
         self.needed[value.number].append(goal)
-        if source == goal:
+        if pin is not None and pin != goal:
+            self._move(root, pin, user)
+        self._move(root, goal, user, pin)
+
+    def _move(self, root: Value, goal: Placed, user: Node | None, source: Placed | None = None) -> None:
+        if goal in self.copies[root.number]:
             return
+        if source is None or source not in self.copies[root.number]:
+            source = self._from_copies(root, goal)[1]
         route = moving.way(root.type, source, goal, self.sizes)
         self.steps.append(Move(root, source, goal, route, user))
         self.copies[root.number].append(goal)
@@ -257,9 +281,9 @@ class _Pass:
 
     def _mark(self, node: Node) -> None:
         (source,), (result,) = node.inputs, node.outputs
-        placed = mark_of(node, self.setting)
-        self.home(source)
+        placed = mark_of(node, self.setting, self.home(source))
         self.aliases[result.number] = source
+        self.marked[result.number] = placed
         self.homes[result.number] = placed
         if placed.partial:
             self.origins[result.number] = self.origins.get(
@@ -328,7 +352,7 @@ class _Pass:
                 )
             return strategies(Case(node.op, homes, self.sizes, (None,) * len(wishes)), whole(node.op)), True
         found = [*self.setting.strategies(node, homes, wishes)]
-        latest = tuple(self.copies[self.root(v).number][-1] for v in node.inputs)
+        latest = tuple(self.pinned(v) or self.copies[self.root(v).number][-1] for v in node.inputs)
         if latest != homes:
             known = {(s.operands, s.results) for s in found}
             more = self.setting.strategies(node, latest, wishes)

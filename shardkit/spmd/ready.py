@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,11 @@ class ReadyStage:
             self.run = jax.jit(_region(self), donate_argnums=self.donated)
         return self.run
 
+    @functools.cached_property
+    def labels(self) -> list[Callable]:
+        """Of each output, what it is once it has left."""
+        return [_label(la, v) for la, v in zip(self.outputs, self.arrangement.graph.outputs, strict=True)]
+
     def described(self) -> list[jax.ShapeDtypeStruct]:
         """What enters, without data."""
         values = self.arrangement.graph.inputs
@@ -93,12 +99,22 @@ class Ready:
                 for x, la, v in zip(given, ready.inputs, graph.inputs, strict=True)
             ]
             results = ready.runnable()(*entered)
-            labelled = [_label(x, la, v) for x, la, v in zip(results, ready.outputs, graph.outputs, strict=True)]
+            labelled = [label(x) for label, x in zip(ready.labels, results, strict=True)]
             for position, x in zip(ready.stage.results, labelled, strict=False):
                 outs[position] = x
             shared = len(ready.stage.results)
             env.update((v.number, x) for v, x in zip(graph.outputs[shared:], labelled[shared:], strict=True))
         return outs
+
+    def placed(self, call: Call) -> bool:
+        """Whether all arrays of a call are plain ones, where they enter the one stage."""
+        (stage,) = self.stages
+        if len(stage.arrangement.graph.inputs) != len(call.arrays):
+            return False
+        return all(
+            isinstance(x, jax.Array) and d.sharding is not None and x.sharding.is_equivalent_to(d.sharding, x.ndim)
+            for x, d in zip(call.arrays, stage.described(), strict=True)
+        )
 
     def _arrived(self, value: Value, layout: Layout, env: dict[int, Any]) -> Any:
         crossing = self.crossings.get(value.number)
@@ -232,10 +248,10 @@ def _described(value: Value, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*lead, *layout.padded_shape(shape)), value.aval.dtype, sharding=sharding)
 
 
-def _label(x: Any, layout: Layout, value: Value) -> Any:
-    """An array that left the region, as what it is."""
+def _label(layout: Layout, value: Value) -> Callable:
+    """What makes of an array that left the region what it is."""
     shape, sizes = tuple(value.aval.shape), dict(layout.mesh.shape)
     padded = None if even(shape, from_layout(layout, len(shape), sizes), sizes) else shape
     if layout.partial_axes:
-        return PartialArray(x, layout, padded)
-    return x if padded is None else Padded(x, padded)
+        return lambda x: PartialArray(x, layout, padded)
+    return (lambda x: x) if padded is None else lambda x: Padded(x, padded)

@@ -96,7 +96,8 @@ class _Splitter:
         last = [self.homes.get(v.number, _Home(0, 0)) for v in self.graph.outputs]
         sources = [self.homes.get(c.source.number, _Home(0, 0)) for c in self.crossings.values()]
         wanted = sorted({*last, *sources, *(h for h, _ in placed)}, key=lambda h: (h.level, h.mesh))
-        return [self.stage(home, placed, last) for home in wanted], list(self.crossings.values())
+        alone = len(wanted) == 1 and len(self.known) == 1
+        return [self.stage(home, placed, last, alone) for home in wanted], list(self.crossings.values())
 
     def cross(self, node: Node) -> bool:
         """Whether it leads to another mesh (else it's a mark like others)."""
@@ -129,7 +130,7 @@ class _Splitter:
             )
         return _Home(homes[0][1].mesh, max(h.level for _, h in homes))
 
-    def stage(self, home: _Home, placed: Sequence[tuple[_Home, Node]], last: Sequence[_Home]) -> Stage:
+    def stage(self, home: _Home, placed: Sequence[tuple[_Home, Node]], last: Sequence[_Home], alone: bool) -> Stage:
         mine = [node for where, node in placed if where == home]
         made = {v.number for node in mine for v in node.outputs}
         here = {n for n, h in self.homes.items() if h == home}
@@ -140,7 +141,10 @@ class _Splitter:
         constants = self.constants(needed - made)
         inner = {v.number for node in constants for v in node.outputs} | made
         every = [v for node in (*constants, *mine) for v in node.inputs] + outputs
-        inputs = {v.number: v for v in every if v.number in self.homes and v.number not in inner}
+        outer = {v.number: v for v in every if v.number in self.homes and v.number not in inner}
+        # Those of the program in its order; where all is one stage, those that nobody uses, too.
+        first = {v.number: v for v in self.graph.inputs if v.number in outer or alone}
+        inputs = first | outer
         used = {v.number for v in every}
         captured = {v.number: v for v in self.graph.captured if v.number in used}
         chosen = {*constants, *mine}

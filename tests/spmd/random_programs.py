@@ -526,6 +526,9 @@ UNARY = (
     ("jnp.zeros_like({0}) + {0}", 1),
     ("jnp.where({0} > 0.3, {0}, 0.1)", 1),
     ("jnp.logaddexp({0}, 0.0)", 1.3),
+    ("jax.nn.relu6({0})", 1),
+    ("jax.nn.elu({0})", 1),
+    ("jax.numpy.sinc({0})", 1),
 )
 BINARY = (
     ("{0} + {1}", 2),
@@ -927,7 +930,7 @@ def attention(s: Scope) -> None:
     k, v = s.like(s.shape(q)), s.like(s.shape(q))
     n = s.shape(q)[-2]
     scores = s.expression(f"jnp.einsum('...qd,...kd->...qk', {q}, {k}) / {4 * s.shape(q)[-1]}", 2)
-    masked = s.expression(f"jnp.where(jnp.tril(jnp.ones(({n}, {n}), bool)), {scores}, -1e9)")
+    masked = s.expression(f"jnp.where(jnp.tril(jnp.ones(({n}, {n}), bool)), {scores}, -30.0)")
     s.expression(f"jax.nn.softmax({masked}, -1) @ {v}")
 
 
@@ -963,7 +966,7 @@ def made(s: Scope) -> None:
         s.expression(f"jnp.{d.one(('tril', 'triu'))}({x})")
     elif how == 2:
         n = d.shape(1)[0]
-        s.expression(f"jnp.{d.one((f'eye({n})', f'linspace(0.0, 1.0, {n})', f'arange({n}) * 0.5', f'ones(({n}, 2))'))}")
+        s.expression(f"jnp.{d.one((f'eye({n})', f'linspace(0.0, 1.0, {n})', f'arange({n}) * 0.5', f'ones(({n}, 2))', f'asarray(np.arange({2 * n}.0).reshape(2, {n}) / 7)'))}")
     elif how == 3:
         shape = d.shape(d.between(1, 2))
         text = d.one(
@@ -1026,7 +1029,7 @@ def placing(s: Scope) -> None:
     if d.chance(0.3):
         placements = d.placements(var.shape, var.dtype, partial=0, uneven=False)
         if isinstance(placements, P):
-            s.expression(f"by_spec({x}, {placements!r})")
+            s.expression(f"by_spec({x}, {P(*placements, *[None] * (len(var.shape) - len(placements)))!r})")
             return
     partial = 0.15 if np.dtype(var.dtype).kind == "f" else 0
     placements = d.placements(var.shape, var.dtype, partial=partial, uneven=d.chance(0.2))
@@ -1054,6 +1057,19 @@ def linear_algebra(s: Scope) -> None:
 def gradient(s: Scope) -> None:
     """Of a function of what there is."""
     s.add(s.differentiated(s.draw.between(2, 6)), 20)
+
+
+def curvature(s: Scope) -> None:
+    """Second derivatives, and forward mode."""
+    d, inner = s.draw, s.child()
+    inner.fill(d.between(1, 4))
+    s.env = {**{n: v for n, v in inner.env.items() if n.startswith("x")}, **s.env}
+    result = s.scalar(inner, 1)
+    block = Block(d.new("f"), (), live(inner.lines, set(_NAME.findall(result))), result)
+    at = d.one(s.free(block))
+    block = dataclasses.replace(block, parameters=(at,))
+    text = d.one(("jax.jvp(jax.grad({0}), ({1},), (jnp.cos({1}),))[1]", "jax.jvp({0}, ({1},), ({1},))[1]"))
+    s.add(Line((d.new(),), text.format(block.name, at), (block,)), 50)
 
 
 def called(s: Scope) -> None:
@@ -1159,7 +1175,7 @@ def branches(s: Scope) -> None:
         end = _ending(s, inner, shape, mine)
         blocks.append(Block(d.new("f"), (mine,), live(inner.lines, set(_NAME.findall(end))), end))
     if len(blocks) == 2:
-        test = d.one((f"jnp.sum({x}) > 0", f"{s.input((), 'bool')}"))
+        test = d.one((f"jnp.sum({x}) > 0.1", f"{s.input((), 'bool')}"))
         text = f"lax.cond({test}, {blocks[0].name}, {blocks[1].name}, {x})"
     else:
         text = f"lax.switch({s.indices((), 3)}, [{', '.join(b.name for b in blocks)}], {x})"
@@ -1191,12 +1207,16 @@ INNER = (
     (pooling, 0.7),
     (placing, 1.5),
     (linear_algebra, 0.3),
-    (gradient, 0.3),
+    (gradient, 0.2),
+    (called, 0.3),
     (scan, 0.3),
+    (loop, 0.15),
+    (branches, 0.15),
 )
 OUTER = (
-    *[(rule, weight) for rule, weight in INNER if rule not in (gradient, scan)],
+    *[(rule, weight) for rule, weight in INNER if rule not in (gradient, called, scan, loop, branches)],
     (gradient, 1.5),
+    (curvature, 0.4),
     (called, 1.5),
     (mapped, 0.8),
     (scan, 1.5),
