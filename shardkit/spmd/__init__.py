@@ -9,7 +9,8 @@ from shardkit.spmd.infer import (
 )
 from shardkit.spmd.marks import constrain, on_mesh
 from shardkit.spmd.partition import Partitioned, partition
-from shardkit.spmd.program import Program, ProgramReshard, ProgramStep
+from shardkit.spmd.program import Program
+from shardkit.spmd.program_steps import ProgramReshard, ProgramStep
 
 __all__ = [
     "GradientPlacement",

@@ -22,8 +22,9 @@ from shardkit.spmd.arrangement import Arrangement
 from shardkit.spmd.execute import execute
 from shardkit.spmd.graph import Graph, Node
 from shardkit.spmd.placed import Placed, from_layout, replicated
-from shardkit.spmd.propagate import ANYWHERE, Goal, Setting, arrange
+from shardkit.spmd.propagate import arrange
 from shardkit.spmd.rules.strategy import Strategy, Type
+from shardkit.spmd.setting import ANYWHERE, Goal, Setting
 from shardkit.spmd.trace import graph_of
 
 ROUNDS = 3  # in which a carry may change before it's given up to be what it was

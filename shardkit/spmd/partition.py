@@ -17,8 +17,8 @@ from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.placements import AnyMesh, Layout
 from shardkit.spmd.arguments import INFERRED, Call, abstract, read_call, spread
 from shardkit.spmd.program import Program
-from shardkit.spmd.propagate import ANYWHERE, REDUCED
 from shardkit.spmd.ready import Ready, make_ready
+from shardkit.spmd.setting import ANYWHERE, REDUCED
 from shardkit.spmd.trace import trace
 
 UNKNOWN = ("replicate", "error")

@@ -2,107 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from shardkit.placements import AnyMesh, Layout, Placement
-from shardkit.reshard.crossing import crossing as way_across
-from shardkit.reshard.describe import ReshardStep, describe
-from shardkit.reshard.plan import ReshardPlan, plan_reshard
-from shardkit.reshard.regions import region_between, same_place
-from shardkit.spmd.arrangement import Arrangement, Move, Run
-from shardkit.spmd.graph import Node, Value
-from shardkit.spmd.placed import Placed, block_shape, from_layout, text, to_layout, to_placements
+from shardkit.placements import AnyMesh, Placement
+from shardkit.reshard.regions import same_place
+from shardkit.spmd.graph import Value
+from shardkit.spmd.placed import Placed, block_shape
+from shardkit.spmd.program_steps import ProgramReshard, ProgramStep
+from shardkit.spmd.reading import NO_RULE, Reader, in_order, said
 from shardkit.spmd.ready import Ready, ReadyStage
-from shardkit.spmd.stages import Crossing
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramStep:
-    """One value of the program, or one reshard of it.
-
-    Attributes:
-      kind: "input", "op", "reshard" or "output".
-      name: of the value it makes.
-      op: the operation; of a reshard the kinds of collective ("slice" and "contribute" communicate nothing).
-      operands: names of the values it takes.
-      dtype, shape, local_shape: of the value: logical, and of one device's block.
-      placements: where the value is, in mesh-axis order.
-      where: the same in short: the axes that cut each dim, and what it's Partial over.
-      source: the user's line.
-      bytes: what one device receives in one run of this step.
-      collectives: how many it runs.
-      times: how often the step runs (in loops).
-      depth: how many functions it is in.
-      note: what else there is to know: who made it Partial, a strategy that isn't the plain one.
-      reshard: of a reshard, its plan and ends.
-    """
-
-    kind: str
-    name: str
-    op: str
-    operands: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    where: str
-    source: str
-    bytes: int = 0
-    collectives: int = 0
-    times: int = 1
-    depth: int = 0
-    note: str = ""
-    reshard: ProgramReshard | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "reshard"}
-        found["placements"] = [repr(p) for p in self.placements]
-        if self.reshard is not None:
-            found["before"] = [repr(p) for p in self.reshard.src]
-            found["steps"] = [str(s) for s in self.reshard.steps]
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramReshard:
-    """A reshard that was inserted.
-
-    Attributes:
-      value: the name of what is moved.
-      src, dst: its placements before and after, in mesh-axis order.
-      steps: those of the plan.
-      bytes: what one device receives, in one run.
-      collectives: the kinds it runs, as ``sk.collectives`` calls them.
-      times: how often it runs.
-      source: the line of the operation that needs it; "" for an output.
-      made_by: of each Partial axis, the operation (and its line) that left the value Partial.
-      plan: as ``sk.plan_reshard`` gives it.
-      crosses: it's one half of a crossing between meshes (``sk.on_mesh``).
-    """
-
-    value: str
-    src: tuple[Placement, ...]
-    dst: tuple[Placement, ...]
-    steps: tuple[ReshardStep, ...]
-    bytes: int
-    collectives: tuple[str, ...]
-    times: int
-    source: str
-    made_by: dict[str, str]
-    plan: ReshardPlan = dataclasses.field(repr=False)
-    crosses: bool = False
-
-    @property
-    def bytes_per_device(self) -> int:
-        """``bytes``, under the name that plans have."""
-        return self.bytes
 
 
 class Program:
@@ -127,7 +38,7 @@ class Program:
     @functools.cached_property
     def steps(self) -> tuple[ProgramStep, ...]:
         """Inputs, operations, reshards and outputs, in order; those in loops right after the loop."""
-        return tuple(_Reader(self._ready, self._inputs, self._outputs).steps(self._stages))
+        return tuple(Reader(self._ready, self._inputs, self._outputs).steps(self._stages))
 
     @property
     def reshards(self) -> tuple[ProgramReshard, ...]:
@@ -176,7 +87,7 @@ class Program:
     @property
     def out_placements(self) -> tuple[tuple[Placement, ...], ...]:
         """Of each output array."""
-        return tuple(_placements(placed, r.stage.mesh) for r, _, placed in self._leaving)
+        return tuple(in_order(placed, r.stage.mesh) for r, _, placed in self._leaving)
 
     @property
     def _leaving(self) -> list[tuple[ReadyStage, Value, Placed]]:
@@ -198,13 +109,13 @@ class Program:
         found = []
         for r, value, placed in self._leaving:
             origins = r.arrangement.origins.get(r.arrangement.root(value).number, {})
-            found.append({axis: _said(origins.get(axis)) for axis in placed.partial})
+            found.append({axis: said(origins.get(axis)) for axis in placed.partial})
         return tuple(found)
 
     @property
     def replicated(self) -> tuple[ProgramStep, ...]:
         """Operations that every device does whole, for want of a rule."""
-        return tuple(s for s in self.steps if s.note.startswith(_NO_RULE))
+        return tuple(s for s in self.steps if s.note.startswith(NO_RULE))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -254,12 +165,7 @@ class Program:
         )
 
 
-_NO_RULE = "no rule: whole on every device"
 _MARKS = {"reshard": "*", "input": ">", "output": "<", "op": ""}
-
-
-def _placements(placed: Placed, mesh: AnyMesh) -> tuple[Placement, ...]:
-    return tuple(to_placements(placed, mesh)[name] for name in mesh.axis_names)
 
 
 def _type(dtype: str, shape: Sequence[int]) -> str:
@@ -291,204 +197,3 @@ def _after(step: ProgramStep) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]], widest: int = 60) -> list[str]:
     widths = [min(widest, max((len(r[i]) for r in rows), default=0)) for i in range(len(rows[0]) if rows else 0)]
     return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-
-
-def _short(number: Any) -> str:
-    return f"{number:.6g}" if isinstance(number, float) else str(number)
-
-
-class _Reader:
-    """Gives values names and makes the lines."""
-
-    def __init__(self, ready: Ready, inputs: Sequence[str], outputs: Sequence[str]):
-        self.ready = ready
-        self.mesh: AnyMesh = ready.stages[0].stage.mesh if ready.stages else None  # type: ignore[assignment]
-        self.outputs = tuple(outputs)
-        self.names = dict(zip((v.number for v in ready.graph.inputs), inputs, strict=True))
-
-    def name(self, value: Value) -> str:
-        if value.number not in self.names:
-            if value.constant is not None:
-                scalar = value.scalar
-                self.names[value.number] = "constant" if scalar is None else _short(np.asarray(scalar).item())
-            else:
-                self.names[value.number] = f"%{len(self.names)}"
-        return self.names[value.number]
-
-    def steps(self, stages: Sequence[ReadyStage]) -> Iterator[ProgramStep]:
-        seen: set[int] = set()
-        for r in stages:
-            self.mesh = r.stage.mesh
-            found = r.arrangement
-            for value, layout in zip(self.ready.graph.inputs, self.ready.layouts, strict=True):
-                if value.number not in seen and same_place(layout.mesh, self.mesh):
-                    seen.add(value.number)
-                    placed = from_layout(layout, len(value.aval.shape), found.sizes)
-                    yield self._step("input", self.name(value), "", (), value, placed, "", found)
-            for value in found.graph.inputs:
-                if value.number in self.ready.arrivals and value.number not in seen:
-                    seen.add(value.number)
-                    yield self._arrival(value)
-            yield from self._body(found, 0, 1)
-            leaving = zip(r.stage.results, found.graph.outputs, found.outputs, strict=False)
-            for i, value, placed in leaving:
-                yield self._step(
-                    "output", f"result{self.outputs[i]}", "", (self.name(value),), value, placed, "", found
-                )
-            for number, (source, goal) in self.ready.arrivals.items():
-                crossing = self.ready.crossings[number]
-                if any(crossing.source is v for v in found.graph.outputs):
-                    yield self._departure(crossing, source, goal)
-
-    def _departure(self, crossing: Crossing, source: Layout, goal: Layout) -> ProgramStep:
-        """The half of a crossing on the mesh that is left."""
-        value = crossing.source
-        leave = source
-        if region_between(source.mesh, goal.mesh) is None:
-            leave = way_across(tuple(value.aval.shape), np.dtype(value.aval.dtype), source, goal).leave
-        return self._half(crossing, value, source, leave, "send", 0)
-
-    def _arrival(self, value: Value) -> ProgramStep:
-        """The half on the mesh that is entered; the transfer is counted here."""
-        source, goal = self.ready.arrivals[value.number]
-        crossing = self.ready.crossings[value.number]
-        shape, dtype = tuple(value.aval.shape), np.dtype(value.aval.dtype)
-        if region_between(source.mesh, goal.mesh) is None:
-            across = way_across(shape, dtype, source, goal)
-            return self._half(crossing, value, across.enter, goal, "receive", across.bytes)
-        plan = plan_reshard(shape, dtype, source, goal)
-        return self._half(crossing, value, goal, goal, "receive", plan.bytes_per_device)
-
-    def _half(
-        self, crossing: Crossing, value: Value, source: Layout, goal: Layout, verb: str, transferred: int
-    ) -> ProgramStep:
-        plan = plan_reshard(tuple(value.aval.shape), value.aval.dtype, source, goal)
-        name, origin = self.name(value), self.name(crossing.source)
-        reshard = ProgramReshard(
-            value=origin,
-            src=source.placements,
-            dst=goal.placements,
-            steps=plan.steps,
-            bytes=plan.bytes_per_device + transferred,
-            collectives=plan.collectives,
-            times=1,
-            source=crossing.node.source,
-            made_by={},
-            plan=plan,
-            crosses=True,
-        )
-        kinds = " + ".join(
-            [*(s.kind for s in plan.steps), verb] if verb == "send" else [verb, *(s.kind for s in plan.steps)]
-        )
-        shape = tuple(value.aval.shape)
-        placed = from_layout(goal, len(shape), dict(goal.mesh.shape))
-        return ProgramStep(
-            kind="reshard",
-            name=name if verb == "receive" else f"{name}'",
-            op=kinds,
-            operands=(origin,),
-            dtype=str(value.aval.dtype),
-            shape=shape,
-            local_shape=block_shape(shape, placed, dict(goal.mesh.shape)),
-            placements=goal.placements,
-            where=text(placed),
-            source=crossing.node.source,
-            bytes=reshard.bytes,
-            collectives=len(plan.collectives),
-            note=f"mesh {dict(goal.mesh.shape)}",
-            reshard=reshard,
-        )
-
-    def _body(self, found: Arrangement, depth: int, times: int) -> Iterator[ProgramStep]:
-        for step in found.steps:
-            if isinstance(step, Move):
-                yield self._reshard(step, found, depth, times)
-            else:
-                yield from self._run(step, found, depth, times)
-
-    def _run(self, step: Run, found: Arrangement, depth: int, times: int) -> Iterator[ProgramStep]:
-        node, strategy = step.node, step.strategy
-        notes = [_NO_RULE] if step.replicated else []
-        notes += [strategy.why] if strategy.why else []
-        operands = tuple(self.name(found.root(v)) for v in node.inputs)
-        traffic = sum(t.bytes * t.count for t in strategy.traffic)
-        for i, (value, placed) in enumerate(zip(node.outputs, strategy.results, strict=True)):
-            made = any(maker is node for maker in found.origins.get(value.number, {}).values())
-            yield dataclasses.replace(
-                self._step("op", self.name(value), node.op.name, operands, value, placed, node.source, found),
-                bytes=traffic if i == 0 else 0,
-                collectives=sum(t.count for t in strategy.traffic) if i == 0 else 0,
-                times=times,
-                depth=depth,
-                note="; ".join([*notes, *(["made Partial here"] if made else [])]),
-            )
-        for _, body, often in strategy.bodies:
-            for value, placed in zip(body.graph.inputs, body.inputs, strict=True):
-                step_ = self._step("input", self.name(value), "", (), value, placed, "", body)
-                yield dataclasses.replace(step_, depth=depth + 1, times=times * often)
-            yield from self._body(body, depth + 1, times * often)
-
-    def _step(
-        self,
-        kind: str,
-        name: str,
-        op: str,
-        operands: tuple[str, ...],
-        value: Value,
-        placed: Placed,
-        source: str,
-        found: Arrangement,
-    ) -> ProgramStep:
-        shape = tuple(value.aval.shape)
-        return ProgramStep(
-            kind=kind,
-            name=name,
-            op=op,
-            operands=operands,
-            dtype=str(value.aval.dtype),
-            shape=shape,
-            local_shape=block_shape(shape, placed, found.sizes),
-            placements=_placements(placed, self.mesh),
-            where=text(placed),
-            source=source,
-        )
-
-    def _reshard(self, move: Move, found: Arrangement, depth: int, times: int) -> ProgramStep:
-        lines = describe(move.route)
-        source = move.user.source if move.user is not None else ""
-        name = self.name(move.value)
-        origins = found.origins.get(move.value.number, {})
-        gone = [a for a in move.source.partial if a not in move.goal.partial]
-        made = {a: _said(origins.get(a)) for a in gone}
-        ends = [to_layout(p, self.mesh) for p in (move.source, move.goal)]
-        reshard = ProgramReshard(
-            value=name,
-            src=_placements(move.source, self.mesh),
-            dst=_placements(move.goal, self.mesh),
-            steps=lines,
-            bytes=move.bytes,
-            collectives=tuple(s.collective for s in lines if s.collective),
-            times=times,
-            source=source,
-            made_by=made,
-            plan=ReshardPlan(tuple(move.value.aval.shape), move.value.aval.dtype, ends[0], ends[1], lines),
-        )
-        kinds = " + ".join(s.kind for s in lines) or "relabel"
-        why = ", ".join(sorted({f"Partial by {m}" for m in made.values() if m}))
-        step = self._step("reshard", f"{name}'", kinds, (name,), move.value, move.goal, source, found)
-        return dataclasses.replace(
-            step,
-            bytes=move.bytes,
-            collectives=move.collectives,
-            times=times,
-            depth=depth,
-            note=why,
-            reshard=reshard,
-        )
-
-
-def _said(node: Node | None) -> str:
-    """The operation that made a value Partial, and its line."""
-    if node is None:
-        return "the caller"
-    return f"{node.op.name} at {node.source}" if node.source else node.op.name

@@ -10,65 +10,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from shardkit.placements import AnyMesh
 from shardkit.spmd import costs, moving
 from shardkit.spmd.arrangement import Arrangement, Move, Origins, Run, Step
 from shardkit.spmd.costs import Price
 from shardkit.spmd.graph import Graph, Node, Value
-from shardkit.spmd.marks import asked
-from shardkit.spmd.placed import Placed, Sizes, block_shape, even, from_layout, replicated
-from shardkit.spmd.rules import RULES, Case, Factored, strategies
+from shardkit.spmd.placed import Placed, block_shape, replicated
+from shardkit.spmd.rules import RULES, Case, strategies
 from shardkit.spmd.rules.creation import whole
-from shardkit.spmd.rules.factored import Custom
 from shardkit.spmd.rules.halos import AfterReading, read_key
 from shardkit.spmd.rules.strategy import Strategy, Traffic
+from shardkit.spmd.setting import ANYWHERE, MARKS, REDUCED, SAME, Goal, Setting, mark_of
+from shardkit.spmd.wishes import Wants, fixed, learned
 
-ANYWHERE = "anywhere"  # an output that may be left as it is, Partial too
-REDUCED = "reduced"  # one that may be anywhere but Partial
-Goal = Placed | str
-MARKS = frozenset({"sk_constrain", "sharding_constraint", "sk_on_mesh"})
-# Nothing is done to the value, and nothing asked: JAX puts "reshard" where types could say where values are (here
-# they never do).
-SAME = frozenset({"reshard", "mesh_cast", "pvary", "pcast"})
 PASSES = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What stays the same for a program and the functions in it.
-
-    Attributes:
-      mesh: to read what the user says in terms of it.
-      sizes: of the axes that take part.
-      unknown: "replicate" or "error": operations without a rule.
-      control: strategies of operations that call functions, by name.
-      rules, ways: what was asked before, of operations that are alike.
-    """
-
-    mesh: AnyMesh
-    sizes: Sizes
-    unknown: str
-    control: Mapping[str, Callable[..., Sequence[Strategy]]]
-    rules: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
-    ways: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
-
-    def rule(self, node: Node) -> Factored | Custom:
-        """What the table says of an operation."""
-        if node.key not in self.rules:
-            self.rules[node.key] = RULES[node.op.name](node.op)
-        return self.rules[node.key]
-
-    def strategies(
-        self, node: Node, placed: tuple[Placed, ...], wishes: tuple[Placed | None, ...]
-    ) -> Sequence[Strategy]:
-        """Those of an operation with a rule."""
-        key = node.key, placed, wishes
-        if key not in self.ways:
-            self.ways[key] = strategies(Case(node.op, placed, self.sizes, wishes), self.rule(node))
-        return self.ways[key]
 
 
 def arrange(
@@ -94,7 +51,7 @@ def arrange(
       ValueError: a mark that the mesh doesn't fit.
     """
     best: tuple[Price, Arrangement] | None = None
-    wants = _fixed(graph, goals, setting, hints)
+    wants = fixed(graph, goals, setting, hints)
     for _ in range(PASSES):
         found = _Pass(graph, setting, wants)
         arrangement = found.run(inputs, goals, captured)
@@ -103,75 +60,12 @@ def arrange(
         )
         if best is None or price < best[0]:
             best = price, arrangement
-        learned = found.learned(wants)
-        if learned == wants:
+        known = learned(graph, wants, found.made, found.homes, found.needed, setting)
+        if known == wants:
             break
-        wants = learned
+        wants = known
     assert best is not None
     return best[1]
-
-
-@dataclasses.dataclass
-class Wants:
-    """What is known of a value's users before it's made.
-
-    Attributes:
-      wishes: by number, where they'd like it.
-      settled: by number, where it's taken at once, since somebody needs it there.
-    """
-
-    wishes: dict[int, Placed] = dataclasses.field(default_factory=dict)
-    settled: dict[int, Placed] = dataclasses.field(default_factory=dict)
-
-
-def _fixed(graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence[Placed | None] | None) -> Wants:
-    """What the user fixed, handed back to what it's made of."""
-    wishes: dict[int, Placed] = {}
-    for value, goal, hint in zip(graph.outputs, goals, hints or [None] * len(goals), strict=True):
-        wish = goal if isinstance(goal, Placed) else hint
-        if wish is not None:
-            wishes.setdefault(value.number, wish)
-    for node in reversed(graph.nodes):
-        if node.op.name in MARKS:
-            wishes.setdefault(node.inputs[0].number, mark_of(node, setting))
-            continue
-        if node.op.name in SAME:
-            for source, result in zip(node.inputs, node.outputs, strict=True):
-                if result.number in wishes:
-                    wishes.setdefault(source.number, wishes[result.number])
-        hand_back(node, wishes, setting)
-    return Wants(wishes)
-
-
-def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
-    """A wish for a result as wishes for the operands."""
-    wanted = [(i, wishes[v.number]) for i, v in enumerate(node.outputs) if v.number in wishes]
-    if not wanted or node.bodies or node.op.name not in RULES:
-        return
-    rule = setting.rule(node)
-    base = rule.base if isinstance(rule, Custom) else rule
-    if base is None:
-        return
-    i, wish = wanted[0]
-    cut = base.cut_of(base.results[i], wish, setting.sizes)
-    if not cut:
-        return
-    for value, dims in zip(node.inputs, base.operands, strict=True):
-        mine = {x: axes for x, axes in cut.items() if any(x in letters for letters in dims)}
-        placed = base.placed(dims, mine, setting.sizes)
-        if mine and placed is not None and value.constant is None and even(value.aval.shape, placed, setting.sizes):
-            wishes.setdefault(value.number, placed)
-
-
-def mark_of(node: Node, setting: Setting, now: Placed | None = None) -> Placed:
-    """Where a mark asks its value to be, which is ``now`` somewhere."""
-    shape = tuple(node.outputs[0].aval.shape)
-    try:
-        layout = asked(node.op.name, node.op.params, setting.mesh, len(shape), None if now is None else now.dims)
-        placed = from_layout(layout, len(shape), setting.sizes)
-    except ValueError as err:
-        raise ValueError(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
-    return placed
 
 
 class _Pass:
@@ -400,40 +294,6 @@ class _Pass:
             placed = held[0] if held else placed.without_partial()
         self.bring(value, placed, None)
         return placed
-
-    # --- what the next pass may know --------------------------------------------------------------
-
-    def learned(self, wants: Wants) -> Wants:
-        """Where users needed values, as wishes for the next pass."""
-        wishes, settled = dict(wants.wishes), dict(wants.settled)
-        values = {v.number: v for node in self.graph.nodes for v in node.outputs}
-        needed = {n: needs for n, needs in self.needed.items() if n in values and n not in self.aliases}
-        for number, needs in needed.items():
-            home = self.homes[number]
-            if not home.partial and number not in wishes and len({*needs}) == 1 and needs[0] != home:
-                wishes[number] = needs[0]
-        if len(wishes) > len(wants.wishes):
-            for node in reversed(self.graph.nodes):
-                hand_back(node, wishes, self.setting)
-        for number, needs in needed.items():
-            whole = {p for p in needs if not p.partial}
-            if self.made[number].partial and whole and len(needs) > 1:
-                settled[number] = self._best_reduced(values[number], whole, wishes.get(number))
-        return Wants(wishes, settled)
-
-    def _best_reduced(self, value: Value, needs: set[Placed], wish: Placed | None) -> Placed:
-        """Where a Partial value is best taken at once, if it's needed at these places."""
-        made = self.made[value.number]
-        if wish is not None and not wish.partial:
-            needs = {wish, *(p for p in needs if p != made.without_partial())}
-        candidates = sorted({*needs, made.without_partial()})
-
-        def total(first: Placed) -> tuple[float, float]:
-            ways = [moving.cost(value.type, made, first, self.sizes)]
-            ways += [moving.cost(value.type, first, p, self.sizes) for p in needs]
-            return sum(b for b, _ in ways), sum(c for _, c in ways)
-
-        return min(candidates, key=total)
 
 
 def _sharing_work(homes: Sequence[Placed], ways: Sequence[Strategy]) -> Sequence[Strategy]:

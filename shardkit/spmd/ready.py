@@ -23,7 +23,8 @@ from shardkit.spmd.control import CONTROL
 from shardkit.spmd.execute import execute
 from shardkit.spmd.graph import Graph, Value
 from shardkit.spmd.placed import Placed, Sizes, even, from_layout, to_layout
-from shardkit.spmd.propagate import REDUCED, Goal, Setting, arrange
+from shardkit.spmd.propagate import arrange
+from shardkit.spmd.setting import REDUCED, Goal, Setting
 from shardkit.spmd.stages import Crossing, Stage, split
 
 
