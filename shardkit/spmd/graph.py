@@ -83,7 +83,8 @@ class Node:
         op = self.op
         scalars = tuple("" if v.constant is None else repr(v.scalar) for v in self.inputs)
         try:
-            found = (op.name, tuple(sorted(op.params.items())), op.operands, op.results, scalars)
+            matrices = tuple(c.tobytes() for c in op.constants if isinstance(c, np.ndarray) and c.ndim)
+            found = (op.name, tuple(sorted(op.params.items())), op.operands, op.results, scalars, matrices)
             hash(found)
         except TypeError:  # a parameter that doesn't hash, or functions that don't sort
             return self

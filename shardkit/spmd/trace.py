@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from shardkit.spmd.folding import with_matrices
 from shardkit.spmd.graph import Graph, Node, Value, without_unused
 from shardkit.spmd.rules.strategy import Op
 
@@ -56,7 +57,7 @@ def graph_of(closed: Any) -> Graph:
     env.update(zip(jaxpr.invars, inputs, strict=True))
     reader.read(jaxpr, env, ())
     outputs = tuple(reader.value(v, env) for v in jaxpr.outvars)
-    graph = without_unused(Graph(inputs, (), tuple(reader.nodes), outputs))
+    graph = with_matrices(without_unused(Graph(inputs, (), tuple(reader.nodes), outputs)))
     used = {v.number for node in graph.nodes for v in node.inputs} | {v.number for v in graph.outputs}
     kept = [v for v in (*captured, *reader.captured) if v.number in used]
     return dataclasses.replace(graph, captured=tuple(kept))

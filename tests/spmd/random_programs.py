@@ -966,7 +966,9 @@ def made(s: Scope) -> None:
         s.expression(f"jnp.{d.one(('tril', 'triu'))}({x})")
     elif how == 2:
         n = d.shape(1)[0]
-        s.expression(f"jnp.{d.one((f'eye({n})', f'linspace(0.0, 1.0, {n})', f'arange({n}) * 0.5', f'ones(({n}, 2))', f'asarray(np.arange({2 * n}.0).reshape(2, {n}) / 7)'))}")
+        s.expression(
+            f"jnp.{d.one((f'eye({n})', f'linspace(0.0, 1.0, {n})', f'arange({n}) * 0.5', f'ones(({n}, 2))', f'asarray(np.arange({2 * n}.0).reshape(2, {n}) / 7)'))}"
+        )
     elif how == 3:
         shape = d.shape(d.between(1, 2))
         text = d.one(

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 
-from shardkit.spmd.rules.factored import Factored, Together, names, one_letter_each
+from shardkit.spmd.rules.banded import banded
+from shardkit.spmd.rules.factored import Custom, Factored, Together, names, one_letter_each, strategies
 from shardkit.spmd.rules.strategy import Op
 
 
-def dot_general(op: Op) -> Factored:
+def dot_general(op: Op) -> Factored | Custom:
+    """A product; with a known matrix of few entries a column there is another way, too."""
+    plain, other = product(op), banded(op)
+    return plain if other is None else Custom(plain, lambda case: strategies(case, other))
+
+
+def product(op: Op) -> Factored:
     """The letters of the einsum it is; linear in each operand.
 
     A contracted letter that is cut on both sides leaves the product Partial; batch and free letters stay cut.
