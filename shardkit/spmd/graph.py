@@ -38,6 +38,11 @@ class Value:
         """Shape and dtype."""
         return Type(tuple(self.aval.shape), self.aval.dtype)
 
+    @functools.cached_property
+    def entry(self) -> Any:
+        """The number that a constant of one element is, such that 0, 0.0, -0.0 and False differ; None for all else."""
+        return None if self.scalar is None else (type(self.scalar).__name__, np.asarray(self.scalar).tobytes())
+
     @property
     def scalar(self) -> Any:
         """The number that a constant of one element is; None for all else."""
@@ -81,7 +86,7 @@ class Node:
     def key(self) -> Any:
         """Operations of equal keys do the same to values of the same types: whole layers of a network are alike."""
         op = self.op
-        scalars = tuple("" if v.constant is None else repr(v.scalar) for v in self.inputs)
+        scalars = tuple(v.entry for v in self.inputs)
         try:
             matrices = tuple(c.tobytes() for c in op.constants if isinstance(c, np.ndarray) and c.ndim)
             found = (op.name, tuple(sorted(op.params.items())), op.operands, op.results, scalars, matrices)

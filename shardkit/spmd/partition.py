@@ -221,7 +221,7 @@ def _kind(leaves: Sequence[Any], tree: Any) -> Any:
     """Equal for calls whose arrays differ in their numbers only; None where that isn't known at a glance."""
     if not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed for x in leaves):
         return None
-    types = tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)  # type: ignore[attr-defined]
+    types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), x.sharding) for x in leaves)  # keys have none
     return tree, types, jax.config.jax_enable_x64, manual_axes()  # type: ignore[attr-defined]
 
 

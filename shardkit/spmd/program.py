@@ -151,17 +151,17 @@ class Program:
         return lines
 
     def _repr_html_(self) -> str:
+        cell = 'style="text-align:left;padding:1px 8px"'
         rows = []
         for step in self.steps:
-            cells = [html.escape(c) for c in _after(step)]
-            style = ' style="background:#fff3d6"' if step.kind == "reshard" else ""
-            rows.append(f"<tr{style}>" + "".join(f'<td style="text-align:left">{c}</td>' for c in cells) + "</tr>")
-        head = "".join(
-            f'<th style="text-align:left">{c}</th>' for c in ("", "value", "type", "a block", "where", "", "line")
-        )
+            cells = "".join(f"<td {cell}>{html.escape(c)}</td>" for c in _after(step))
+            style = ' style="background:#fff3d6;color:#000"' if step.kind == "reshard" else ""
+            rows.append(f"<tr{style}>{cells}</tr>")
+        head = "".join(f"<th {cell}>{c}</th>" for c in ("", "value", "type", "a block", "where", "", "line"))
+        table = "font-family:monospace;white-space:pre;border-collapse:collapse"
         return (
-            f"<div><p>{html.escape(self._headline())}</p><table style='font-family:monospace;white-space:pre'>"
-            f"<tr>{head}</tr>{''.join(rows)}</table></div>"
+            f'<div><p>{html.escape(self._headline())}</p><div style="max-height:40em;overflow:auto">'
+            f'<table style="{table}"><tr>{head}</tr>{"".join(rows)}</table></div></div>'
         )
 
 

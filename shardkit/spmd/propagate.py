@@ -81,6 +81,7 @@ class _Pass:
         self.marked: dict[int, Placed] = {}  # where the user said an alias shall be
         self.origins: dict[int, Origins] = {}
         self.steps: list[Step] = []
+        self.first_user = {v.number: node for node in reversed(graph.nodes) for v in node.inputs}
         self.uses = collections.Counter(v.number for node in graph.nodes for v in node.inputs)
         self.needed: dict[int, list[Placed]] = collections.defaultdict(list)
         self.read: set[Any] = set()  # halos that some operation has fetched
@@ -123,7 +124,7 @@ class _Pass:
             self.origins[value.number] = origins
         settled = self.wants.settled.get(value.number)
         if settled is not None and placed.partial and settled != placed:
-            self.bring(value, settled, None)
+            self.bring(value, settled, self.first_user.get(value.number))
             self.homes[value.number] = settled
 
     def pinned(self, value: Value) -> Placed | None:

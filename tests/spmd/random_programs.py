@@ -771,6 +771,11 @@ def arrange(s: Scope) -> None:
         s.expression(f"jnp.squeeze({x})")
 
 
+def _differ_along(one: tuple[int, ...], two: tuple[int, ...], axis: int) -> bool:
+    axis %= len(two)
+    return len(one) == len(two) and (*one[:axis], *one[axis + 1 :]) == (*two[:axis], *two[axis + 1 :])
+
+
 def together(s: Scope) -> None:
     """Arrays put together."""
     d = s.draw
@@ -778,19 +783,8 @@ def together(s: Scope) -> None:
     axis = _axis(s, x)
     y = x if d.chance(0.2) else s.like(s.shape(x))
     if d.chance(0.5):
-        try:
-            y = s.pick(
-                where=lambda v: (
-                    len(v.shape) == len(s.shape(x))
-                    and all(
-                        a == b
-                        for i, (a, b) in enumerate(zip(v.shape, s.shape(x), strict=True))
-                        if i != axis % len(v.shape)
-                    )
-                )
-            )
-        except Skip:
-            pass
+        with contextlib.suppress(Skip):
+            y = s.pick(where=lambda v: _differ_along(v.shape, s.shape(x), axis))
     if s.shape(x) == s.shape(y) and d.chance(0.4):
         s.expression(f"jnp.stack([{x}, {y}], axis={axis})")
     else:
@@ -860,9 +854,8 @@ def indexing(s: Scope) -> None:
     how = d.between(0, 6)
     if how == 0:
         index = s.indices(d.shape(d.between(0, 2)), shape[axis])
-        s.expression(
-            f"jnp.take({x}, {index}, axis={axis}, mode={d.one(('clip', 'wrap', 'fill'))!r}{', fill_value=0.5' if d.chance(0.5) else ', fill_value=0'})"
-        )
+        mode, fill = d.one(("clip", "wrap", "fill")), d.one((0, 0.5))
+        s.expression(f"jnp.take({x}, {index}, axis={axis}, mode={mode!r}, fill_value={fill})")
     elif how == 1:
         picked = list(shape)
         picked[axis] = d.one((1, 2, shape[axis]))
@@ -925,7 +918,6 @@ def normal_form(s: Scope) -> None:
 
 def attention(s: Scope) -> None:
     """Queries, keys, values, a causal mask."""
-    d = s.draw
     q = s.pick(low=2, high=3, where=lambda v: math.prod(v.shape) <= 128)
     k, v = s.like(s.shape(q)), s.like(s.shape(q))
     n = s.shape(q)[-2]
@@ -966,16 +958,17 @@ def made(s: Scope) -> None:
         s.expression(f"jnp.{d.one(('tril', 'triu'))}({x})")
     elif how == 2:
         n = d.shape(1)[0]
-        s.expression(
-            f"jnp.{d.one((f'eye({n})', f'linspace(0.0, 1.0, {n})', f'arange({n}) * 0.5', f'ones(({n}, 2))', f'asarray(np.arange({2 * n}.0).reshape(2, {n}) / 7)'))}"
-        )
+        constant = f"asarray(np.arange({2 * n}.0).reshape(2, {n}) / 7)"
+        ways = (f"eye({n})", f"linspace(0.0, 1.0, {n})", f"arange({n}) * 0.5", f"ones(({n}, 2))", constant)
+        s.expression(f"jnp.{d.one(ways)}")
     elif how == 3:
         shape = d.shape(d.between(1, 2))
+        many = f"jax.random.split(jax.random.key(3), {shape[0]})"
         text = d.one(
             (
                 f"jax.random.normal(jax.random.key({d.between(0, 9)}), {shape})",
                 f"jax.random.uniform(jax.random.PRNGKey({d.between(0, 9)}), {shape})",
-                f"jax.vmap(lambda key: jax.random.normal(key, {shape[1:]}))(jax.random.split(jax.random.key(3), {shape[0]}))",
+                f"jax.vmap(lambda key: jax.random.normal(key, {shape[1:]}))({many})",
                 f"jax.random.bernoulli(jax.random.fold_in(jax.random.key(1), 5), 0.7, {shape})",
                 f"jax.random.permutation(jax.random.key(2), {shape[0]})",
             )
@@ -1160,8 +1153,8 @@ def loop(s: Scope) -> None:
         return
     block = Block(name, (carry,), live(inner.lines, set(_NAME.findall(end))), end)
     test = d.one(("", f" & (jnp.max(jnp.abs(c[1])) < {d.one((0.9, 5))})"))
-    text = f"lax.while_loop(lambda c: (c[0] < {d.between(1, 4)}){test}, lambda c: (c[0] + 1, {name}(c[1])), (0, {init}))[1]"
-    s.add(Line((d.new(),), text, (block,)))
+    goes_on, step = f"lambda c: (c[0] < {d.between(1, 4)}){test}", f"lambda c: (c[0] + 1, {name}(c[1]))"
+    s.add(Line((d.new(),), f"lax.while_loop({goes_on}, {step}, (0, {init}))[1]", (block,)))
 
 
 def branches(s: Scope) -> None:

@@ -106,7 +106,7 @@ def verify(programs, traffic=False):
         assert total <= plan.bytes_per_device, f"{total} bytes in the compiled program, {plan.bytes_per_device} planned"
 
 
-class Wrong(AssertionError):
+class Wrong(AssertionError):  # noqa: N818 - it's the values that are
     """Other values than on one device."""
 
 
