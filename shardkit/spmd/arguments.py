@@ -146,6 +146,7 @@ def read_call(
       TypeError: something that isn't placements.
     """
     args, kwargs = _positional(fun, args, kwargs)
+    static, donate = (_counted(given, len(args), name) for given, name in ((static, "static"), (donate, "donate")))
     tree_of = (args, kwargs)
     leaves, tree = (
         jax.tree.flatten_with_path(tree_of, is_leaf=is_whole)[0],
@@ -155,7 +156,8 @@ def read_call(
     listed = _per_argument(in_placements, len(args))
     for i, arg in enumerate(args):
         said += spread(None if i in static else listed[i], arg, f"in_placements of argument {i}")
-    said += [None] * (len(leaves) - len(said))
+    once = is_placements(in_placements) or not isinstance(in_placements, tuple | list)
+    said += [in_placements if once else None] * (len(leaves) - len(said))  # those given by name alone
     call = Call([], [], [], [], tree, ())
     statics = []
     for at, ((path, leaf), given) in enumerate(zip(leaves, said, strict=True)):
@@ -170,6 +172,14 @@ def read_call(
         call.donated.append(position in donate)
     call.statics = tuple(statics)
     return call
+
+
+def _counted(given: frozenset[int], count: int, name: str) -> frozenset[int]:
+    """Positions from the front."""
+    bad = sorted(i for i in given if not -count <= i < count)
+    if bad:
+        raise ValueError(f"partition: {name}_argnums has {bad}, but the call has {count} positional arguments")
+    return frozenset(i % count for i in given)
 
 
 def _positional(fun: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -152,7 +152,7 @@ def scan(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> Sequen
     """Carries at one place; what it runs over is whole along the dim it runs over."""
     params, body = node.op.params, node.bodies[0]
     consts, carry = scan_counts(params)
-    loop = _Loop(body, consts, carry, len(body.inputs) - consts - carry, max(1, params["length"]))
+    loop = _Loop(body, consts, carry, len(body.inputs) - consts - carry, params["length"])
     over = tuple(_sliced(p) for p in placed[consts + carry :])
     inner = tuple(w if w is None or i < carry else _sliced(w) for i, w in enumerate(wishes))
     _, kept, held, slices, found = _settle(loop, placed[:consts], placed[consts : consts + carry], over, inner, setting)
@@ -210,6 +210,7 @@ def while_loop(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> 
             results=held,
             run=run,
             flops=(found.flops + asks.flops) * times,
+            why=f"counted as {times} runs, for nobody knows",
             bodies=(("condition", asks, times), ("body", found, times)),
         )
     ]
@@ -292,10 +293,15 @@ def shard_map(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> S
             for spec, v in zip(specs, values, strict=True)
         )
 
-    # Inside, no axis cuts anything any more: its values are blocks, and its collectives its own.
+    # Inside, its axes cut nothing any more: values are blocks, and collectives the user's own. Along others (of a
+    # region that takes but some) blocks are whole, until an inner region cuts them.
     body = graph_of(jex_core.ClosedJaxpr(params["jaxpr"], ()))
-    within = Setting(setting.mesh, {}, "replicate", setting.control)
-    found = arrange(body, [replicated(len(v.aval.shape)) for v in body.inputs], [ANYWHERE] * len(body.outputs), within)
+    taken = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    manual = {a: n for a, n in setting.sizes.items() if a in taken} | dict(setting.manual)
+    left = {a: n for a, n in setting.sizes.items() if a not in taken}
+    within = Setting(setting.mesh, left, setting.unknown, setting.control, manual)
+    ins, outs = ([replicated(len(v.aval.shape)) for v in values] for values in (body.inputs, body.outputs))
+    found = arrange(body, ins, outs, within)
 
     def run(here: Any, *blocks: Any) -> Sequence[Any]:
         return execute(found, blocks)
@@ -305,7 +311,9 @@ def shard_map(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> S
             places(params["in_specs"], node.inputs),
             places(params["out_specs"], node.outputs),
             run=run,
+            flops=found.flops,
             why="as written",
+            bodies=(("region", found, 1),),
         )
     ]
 

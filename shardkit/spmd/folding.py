@@ -15,7 +15,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from shardkit.spmd.graph import Graph, Node, Value
+from shardkit.spmd.rules.collectives import RULES as COLLECTIVES
 
+MARKS = frozenset({"sk_constrain", "sharding_constraint", "sk_on_mesh", "shard_map"})
 LARGEST = 1 << 22  # elements of a matrix that is worked out
 
 
@@ -37,6 +39,8 @@ def with_matrices(graph: Graph) -> Graph:
 def _made_of_constants(graph: Graph) -> set[int]:
     known: set[int] = set()
     for node in graph.nodes:
+        if node.op.name in COLLECTIVES or node.op.name in MARKS:
+            continue  # another number on every device; the user's
         if not node.bodies and all(v.number in known or v.scalar is not None for v in node.inputs):
             known.update(v.number for v in node.outputs)
     return known

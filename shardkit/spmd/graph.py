@@ -119,12 +119,14 @@ class Graph:
       captured: constants that are arrays, which are given to it, too.
       nodes: in order.
       outputs: what it returns; an input or constant may be among them.
+      custom: it called functions with derivatives of their own, of which nothing is left.
     """
 
     inputs: tuple[Value, ...]
     captured: tuple[Value, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
+    custom: bool = False
 
     @property
     def size(self) -> int:
@@ -136,8 +138,11 @@ def without_unused(graph: Graph) -> Graph:
     """The same without operations whose results nobody uses."""
     used = {v.number for v in graph.outputs}
     nodes = []
+    back: set[Any] = set()  # of cotangents that cross meshes, which value's way back they take
     for node in reversed(graph.nodes):
-        if any(v.number in used for v in node.outputs):
+        token = node.op.params.get("token") if node.op.name == "sk_on_mesh" else None
+        if any(v.number in used for v in node.outputs) or (token is not None and token in back):
+            back.add(token)
             used.update(v.number for v in node.inputs)
             nodes.append(node)
     return dataclasses.replace(graph, nodes=tuple(reversed(nodes)))

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._compat import spec_entries
 from shardkit.meshes import ambient_mesh
@@ -89,17 +89,28 @@ def _back(cotangent: Any, x: Any, *, placements: Any) -> list[Any]:
 def _has_partial(placements: Any) -> bool:
     if isinstance(placements, Layout):
         return bool(placements.partial_axes)
+    return any(isinstance(p, Partial) for p in _listed(placements)) or bool(_unreduced(placements))
+
+
+def _listed(placements: Any) -> Sequence[Any]:
+    """The placements one by one, in any form that lists them; a spec doesn't."""
     given = thawed(placements)
-    listed = given.values() if isinstance(given, dict) else given
-    return any(isinstance(p, Partial) for p in listed)
+    if isinstance(given, Layout):
+        return given.placements
+    if isinstance(given, PartitionSpec | NamedSharding):
+        return ()
+    return list(given.values()) if isinstance(given, dict) else given
+
+
+def _unreduced(placements: Any) -> Any:
+    spec = getattr(placements, "spec", placements) if not isinstance(placements, Layout) else None
+    return getattr(spec, "unreduced", None)
 
 
 def _batched(args: Any, dims: Any, *, placements: Any) -> tuple[Any, Any]:
     """A batched dim is put last: then no placement (counted from the front) changes its meaning."""
     (x,), (dim,) = args, dims
-    given = thawed(placements)
-    listed = given.values() if isinstance(given, dict) else given
-    if any(isinstance(p, Shard) and p.dim < 0 for p in (listed if not isinstance(given, Layout) else given.placements)):
+    if any(isinstance(p, Shard) and p.dim < 0 for p in _listed(placements)):
         raise ValueError("sk.constrain under vmap: count dims from the front")
     last = jax.numpy.moveaxis(x, dim, -1)
     return constrain_p.bind(last, placements=placements), last.ndim - 1
@@ -209,6 +220,12 @@ def asked(name: str, params: Any, mesh: AnyMesh, ndim: int, now: Sequence[tuple[
         if spec is None:
             raise ValueError(
                 f"with_sharding_constraint was given {given!r}, which names no mesh axes; use a NamedSharding"
+            )
+        where = getattr(given, "mesh", mesh)
+        if dict(where.shape) != dict(mesh.shape):
+            raise ValueError(
+                f"{given} is on mesh {dict(where.shape)}, the program on {dict(mesh.shape)}; use its axes, "
+                "or sk.on_mesh"
             )
         given = _constrained(spec, ndim, now or ((),) * ndim)
     return Layout(mesh, given).resolved(ndim)

@@ -34,7 +34,7 @@ def _way(sizes, shape, itemsize, source, goal, reduce, wanted) -> Route:
     found = between(sizes, smallest, itemsize, source, goal, reduce, wanted)
     if smallest == shape:
         return found
-    larger = math.prod(shape) // math.prod(smallest)
+    larger = math.prod(s // t for s, t in zip(shape, smallest, strict=True) if t)
     moves = tuple(m._replace(bytes=m.bytes * larger, peak=m.peak * larger) for m in found.moves)
     return dataclasses.replace(found, problem=dataclasses.replace(found.problem, shape=shape), moves=moves)
 

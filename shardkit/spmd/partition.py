@@ -13,9 +13,10 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardkit.arrays.partial import is_whole
-from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
+from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, resolve_mesh
 from shardkit.placements import AnyMesh, Layout
 from shardkit.spmd.arguments import INFERRED, Call, abstract, read_call, spread
+from shardkit.spmd.differentiated import with_own_derivative
 from shardkit.spmd.program import Program
 from shardkit.spmd.ready import Ready, make_ready
 from shardkit.spmd.setting import ANYWHERE, REDUCED
@@ -84,7 +85,7 @@ def partition(
 
 
 def _positions(given: int | Sequence[int]) -> frozenset[int]:
-    return frozenset((given,) if isinstance(given, int) else given)
+    return frozenset((given,) if isinstance(given, int) else tuple(given))
 
 
 @dataclasses.dataclass
@@ -163,7 +164,7 @@ class Partitioned:
         mesh = self._find_mesh(args, kwargs)
         call = read_call(self._fun, args, kwargs, self._in, mesh, self._static, self._donate)
         try:
-            key = (call.key, mesh, bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
+            key = (call.key, mesh, _traced_under())
             made = self._known.get(key)
         except TypeError as err:
             bad = [v for _, v in call.statics if getattr(type(v), "__hash__", None) is None]
@@ -187,6 +188,12 @@ class Partitioned:
                 f"partition: the mesh axes {sorted(manual_axes())} are manual here (inside jax.shard_map), where a "
                 "value is one device's block already; call it outside"
             )
+        ambient = ambient_mesh()
+        if ambient is not None and (ambient.axis_names, ambient.axis_sizes) != (mesh.axis_names, mesh.axis_sizes):
+            raise ValueError(
+                f"partition: the program is for mesh {dict(mesh.shape)}, but {dict(ambient.shape)} is ambient "
+                "(jax.set_mesh); call it under jax.set_mesh of its own mesh, or of none"
+            )
         return mesh
 
     def _make(self, call: Call, mesh: AnyMesh) -> _Made:
@@ -197,6 +204,12 @@ class Partitioned:
         with _ambient(mesh):
             graph, results = trace(flat, *map(abstract, call.arrays))
         ready = make_ready(graph, call.layouts, self._goals(results, mesh), mesh, self._unknown, call.donated)
+        if graph.custom and len(ready.stages) == 1:
+            (stage,) = ready.stages
+            again = functools.partial(partition, mesh=mesh)
+            stage.wrap = lambda region: with_own_derivative(
+                region, flat, stage.inputs, stage.outputs, again, stage.plain
+            )
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree.flatten_with_path(results)[0]]
         return _Made(ready, results, Program(ready, mesh, call.names, names))
 
@@ -211,7 +224,10 @@ class Partitioned:
                     raise ValueError(f'partition: out_placements has {said!r}; use placements, None or "inferred"')
                 goals.append(ANYWHERE)
             else:
-                layout = Layout(getattr(said, "mesh", mesh), said).resolved(len(leaf.shape))
+                try:
+                    layout = Layout(getattr(said, "mesh", mesh), said).resolved(len(leaf.shape))
+                except ValueError as err:
+                    raise ValueError(f"partition: out_placements of a result of shape {leaf.shape}: {err}") from err
                 layout.reduce  # noqa: B018  # two kinds are refused before anything else is
                 goals.append(layout)
         return goals
@@ -219,10 +235,26 @@ class Partitioned:
 
 def _kind(leaves: Sequence[Any], tree: Any) -> Any:
     """Equal for calls whose arrays differ in their numbers only; None where that isn't known at a glance."""
-    if not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed for x in leaves):
+    if not leaves or not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed for x in leaves):
         return None
     types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), x.sharding) for x in leaves)  # keys have none
-    return tree, types, jax.config.jax_enable_x64, manual_axes()  # type: ignore[attr-defined]
+    return tree, types, _traced_under(), ambient_mesh()
+
+
+# What, besides the arguments, a function may be traced differently for.
+_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_softmax_custom_jvp",
+    "jax_debug_nans",
+)
+
+
+def _traced_under() -> tuple[Any, ...]:
+    return tuple(getattr(jax.config, name, None) for name in _OPTIONS)
 
 
 def _ambient(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:

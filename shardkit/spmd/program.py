@@ -12,7 +12,7 @@ from shardkit.reshard.regions import same_place
 from shardkit.spmd.graph import Value
 from shardkit.spmd.placed import Placed, block_shape
 from shardkit.spmd.program_steps import ProgramReshard, ProgramStep
-from shardkit.spmd.reading import NO_RULE, Reader, in_order, said
+from shardkit.spmd.reading import NO_RULE, Reader, said
 from shardkit.spmd.ready import Ready, ReadyStage
 
 
@@ -87,7 +87,8 @@ class Program:
     @property
     def out_placements(self) -> tuple[tuple[Placement, ...], ...]:
         """Of each output array."""
-        return tuple(in_order(placed, r.stage.mesh) for r, _, placed in self._leaving)
+        layouts = {i: la for r in self._ready.stages for i, la in zip(r.stage.results, r.outputs, strict=False)}
+        return tuple(layouts[i].placements for i in range(len(layouts)))
 
     @property
     def _leaving(self) -> list[tuple[ReadyStage, Value, Placed]]:

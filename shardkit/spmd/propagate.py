@@ -22,7 +22,7 @@ from shardkit.spmd.rules import RULES, Case, strategies
 from shardkit.spmd.rules.creation import whole
 from shardkit.spmd.rules.halos import AfterReading, read_key
 from shardkit.spmd.rules.strategy import Strategy, Traffic
-from shardkit.spmd.setting import ANYWHERE, MARKS, REDUCED, SAME, Goal, Setting, mark_of
+from shardkit.spmd.setting import ANYWHERE, REDUCED, Goal, Setting, is_mark, is_same, mark_of
 from shardkit.spmd.wishes import Wants, fixed, learned
 
 PASSES = 3
@@ -93,9 +93,9 @@ class _Pass:
         for value, placed in (*zip(graph.inputs, inputs, strict=True), *zip(graph.captured, kept, strict=True)):
             self._made(value, placed, dict.fromkeys(placed.partial))
         for node in graph.nodes:
-            if node.op.name in MARKS:
+            if is_mark(node):
                 self._mark(node)
-            elif node.op.name in SAME:
+            elif is_same(node):
                 self._rename(node)
             else:
                 self._operate(node)

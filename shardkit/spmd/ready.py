@@ -17,6 +17,7 @@ from shardkit.arrays import Padded, PartialArray
 from shardkit.arrays.entering import enter
 from shardkit.placements import AnyMesh, Layout, layout_of
 from shardkit.reshard import reshard
+from shardkit.reshard.regions import same_place
 from shardkit.spmd.arguments import Call
 from shardkit.spmd.arrangement import Arrangement
 from shardkit.spmd.control import CONTROL
@@ -37,6 +38,7 @@ class ReadyStage:
       arrangement: where its values are.
       inputs, outputs: the layouts of the arrays that enter and leave.
       donated: positions of inputs that the user gave away, and no other stage reads.
+      wrap: what is put around the function of whole arrays before it's compiled.
       run: the compiled function; made when first needed.
     """
 
@@ -45,13 +47,22 @@ class ReadyStage:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     donated: tuple[int, ...] = ()
+    wrap: Callable | None = None
     run: Any = None
 
     def runnable(self) -> Any:
         """The function of whole arrays, jitted."""
         if self.run is None:
-            self.run = jax.jit(_region(self), donate_argnums=self.donated)
+            region = _region(self)
+            self.run = jax.jit(self.wrap(region) if self.wrap else region, donate_argnums=self.donated)
         return self.run
+
+    @property
+    def plain(self) -> bool:
+        """Nothing that enters or leaves is Partial or padded."""
+        graph = self.arrangement.graph
+        pairs = [*zip(graph.inputs, self.inputs, strict=True), *zip(graph.outputs, self.outputs, strict=True)]
+        return all(not la.partial_axes and la.padded_shape(v.aval.shape) == tuple(v.aval.shape) for v, la in pairs)
 
     @functools.cached_property
     def labels(self) -> list[Callable]:
@@ -186,13 +197,18 @@ def _arranged(stage: Stage, known: Mapping[int, Layout], goals: Sequence[Any], u
     wanted += [REDUCED] * (len(graph.outputs) - len(wanted))
     captured = [_captured(v.constant, mesh, sizes) for v in graph.captured]
     found = arrange(graph, inputs, wanted, Setting(mesh, sizes, unknown, CONTROL), captured)
-    return ReadyStage(stage, found, layouts, tuple(to_layout(p, mesh) for p in found.outputs))
+    outputs = [to_layout(p, mesh) for p in found.outputs]
+    for at, i in enumerate(stage.results):
+        if isinstance(goals[i], Layout):  # what was asked of axes of one device changes nothing but the label
+            asked = dict(zip(mesh.axis_names, goals[i].placements, strict=True))
+            outputs[at] = outputs[at].but({name: p for name, p in asked.items() if mesh.shape[name] == 1})
+    return ReadyStage(stage, found, layouts, tuple(outputs))
 
 
 def _goal(given: Any, mesh: AnyMesh, sizes: Sizes, value: Value) -> Goal:
     if not isinstance(given, Layout):
         return given
-    if dict(given.mesh.shape) != dict(mesh.shape):
+    if not same_place(given.mesh, mesh):
         raise ValueError(
             f"partition: an output is made on mesh {dict(mesh.shape)}, but out_placements puts it on "
             f"{dict(given.mesh.shape)}; take it there with sk.on_mesh in the function"
@@ -221,7 +237,7 @@ def _region(ready: ReadyStage) -> Callable:
         # Of a stack of contributions this device's, without leading dims.
         given = [b.reshape(b.shape[b.ndim - len(p.dims) :]) for b, p in zip(blocks, found.inputs, strict=True)]
         results = execute(found, given, captured)
-        return [r.reshape((1,) * len(p.partial) + r.shape) for r, p in zip(results, found.outputs, strict=True)]
+        return [r.reshape((1,) * len(la.partial_axes) + r.shape) for r, la in zip(results, ready.outputs, strict=True)]
 
     mapped = jax.shard_map(
         body,

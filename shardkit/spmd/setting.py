@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardkit.arrays.kinds import check_dtype
 from shardkit.placements import AnyMesh
 from shardkit.spmd.graph import Node
 from shardkit.spmd.marks import asked
@@ -32,6 +33,7 @@ class Setting:
       sizes: of the axes that take part.
       unknown: "replicate" or "error": operations without a rule.
       control: strategies of operations that call functions, by name.
+      manual: of the axes that a region of the user's has taken, if this is one.
       rules, ways: what was asked before, of operations that are alike.
     """
 
@@ -39,6 +41,7 @@ class Setting:
     sizes: Sizes
     unknown: str
     control: Mapping[str, Callable[..., Sequence[Strategy]]]
+    manual: Sizes = dataclasses.field(default_factory=dict)
     rules: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
     ways: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -54,8 +57,18 @@ class Setting:
         """Those of an operation with a rule."""
         key = node.key, placed, wishes
         if key not in self.ways:
-            self.ways[key] = strategies(Case(node.op, placed, self.sizes, wishes), self.rule(node))
+            self.ways[key] = strategies(Case(node.op, placed, self.sizes, wishes, self.manual), self.rule(node))
         return self.ways[key]
+
+
+def is_mark(node: Node) -> bool:
+    """The user says where a value shall be."""
+    return node.op.name in MARKS and not is_same(node)
+
+
+def is_same(node: Node) -> bool:
+    """Nothing is done, and nothing said: a cotangent that is back on its mesh, too."""
+    return node.op.name in SAME or (node.op.name == "sk_on_mesh" and node.op.params["layout"] is None)
 
 
 def mark_of(node: Node, setting: Setting, now: Placed | None = None) -> Placed:
@@ -63,7 +76,9 @@ def mark_of(node: Node, setting: Setting, now: Placed | None = None) -> Placed:
     shape = tuple(node.outputs[0].aval.shape)
     try:
         layout = asked(node.op.name, node.op.params, setting.mesh, len(shape), None if now is None else now.dims)
+        if layout.reduce is not None:
+            check_dtype(layout.reduce, node.outputs[0].aval.dtype, "its Partial")
         placed = from_layout(layout, len(shape), setting.sizes)
-    except ValueError as err:
-        raise ValueError(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
+    except (ValueError, TypeError) as err:
+        raise type(err)(f"partition: {node.op.name} at {node.source or 'an unknown line'}: {err}") from err
     return placed

@@ -111,9 +111,9 @@ class _Splitter:
         else:
             self.forward[token] = source
             goes = self.index(layout.mesh)
-        if goes == came.mesh and layout is not None:
+        if goes == came.mesh:
             return False
-        self.homes[result.number] = _Home(goes, came.level + (goes != came.mesh))
+        self.homes[result.number] = _Home(goes, came.level + 1)
         self.crossings[result.number] = Crossing(source, result, layout, back, node)
         return True
 

@@ -57,7 +57,7 @@ def graph_of(closed: Any) -> Graph:
     env.update(zip(jaxpr.invars, inputs, strict=True))
     reader.read(jaxpr, env, ())
     outputs = tuple(reader.value(v, env) for v in jaxpr.outvars)
-    graph = with_matrices(without_unused(Graph(inputs, (), tuple(reader.nodes), outputs)))
+    graph = with_matrices(without_unused(Graph(inputs, (), tuple(reader.nodes), outputs, reader.custom)))
     used = {v.number for node in graph.nodes for v in node.inputs} | {v.number for v in graph.outputs}
     kept = [v for v in (*captured, *reader.captured) if v.number in used]
     return dataclasses.replace(graph, captured=tuple(kept))
@@ -67,6 +67,7 @@ class _Reader:
     def __init__(self):
         self.nodes: list[Node] = []
         self.captured: list[Value] = []
+        self.custom = False
 
     def value(self, atom: Any, env: dict[Any, Value]) -> Value:
         if isinstance(atom, jex_core.Literal):
@@ -85,6 +86,7 @@ class _Reader:
             name = eqn.primitive.name
             tracebacks = (eqn.source_info.traceback, *outer)
             inputs = [self.value(v, env) for v in eqn.invars]
+            self.custom = self.custom or name.startswith("custom_")
             if name in _INLINED:
                 outputs = self._inline(_called(eqn), inputs, tracebacks)
             else:
@@ -123,11 +125,13 @@ class _Reader:
             )
         # A collective's only effect is to name a mesh axis.
         effects = [e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"]
+        kinds = ", ".join(sorted({type(e).__name__ for e in effects}))
         if effects and not bodies and name != "shard_map":
             raise NotImplementedError(
-                f"partition: {name} at {node.source or 'an unknown line'} has effects {sorted(map(str, effects))}, "
+                f"partition: {name} at {node.source or 'an unknown line'} has effects ({kinds}), "
                 "and every device would have them; take it out of the function"
             )
+        self.custom = self.custom or any(body.custom for body in bodies)
         self.nodes.append(node)
 
 

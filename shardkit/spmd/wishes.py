@@ -10,7 +10,7 @@ from shardkit.spmd.graph import Graph, Node, Value
 from shardkit.spmd.placed import Placed, even
 from shardkit.spmd.rules import RULES
 from shardkit.spmd.rules.factored import Custom
-from shardkit.spmd.setting import MARKS, SAME, Goal, Setting, mark_of
+from shardkit.spmd.setting import Goal, Setting, is_mark, is_same, mark_of
 
 
 @dataclasses.dataclass
@@ -34,10 +34,10 @@ def fixed(graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence
         if wish is not None:
             wishes.setdefault(value.number, wish)
     for node in reversed(graph.nodes):
-        if node.op.name in MARKS:
+        if is_mark(node):
             wishes.setdefault(node.inputs[0].number, mark_of(node, setting))
             continue
-        if node.op.name in SAME:
+        if is_same(node):
             for source, result in zip(node.inputs, node.outputs, strict=True):
                 if result.number in wishes:
                     wishes.setdefault(source.number, wishes[result.number])

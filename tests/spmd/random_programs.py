@@ -249,17 +249,29 @@ def program(seed: int, sizes: dict[str, int]) -> Program:
             scope.add(scope.differentiated(draw.between(4, 12)))
         target = draw.between(1, 5)
     scope.fill(target)
+    straight = _of_contributions(scope)
     used = {n for line in scope.lines for n in line.uses}
     outputs = [t for line in scope.lines for t in line.targets if t not in used]
     outputs = outputs[-6:] or [list(scope.env)[-1]]
     if draw.chance(0.1):
         outputs.append(draw.one(list(scope.env)))
-    outputs = list(dict.fromkeys(outputs))
+    outputs = list(dict.fromkeys((*outputs, *straight)))
     lines = live(scope.lines, set(outputs))
     needed = {n for line in lines for n in line.uses} | set(outputs)
     inputs = tuple(i for i in draw.inputs if i.name in needed)
-    goals = tuple(draw.goal(scope.env[o]) for o in outputs)
+    goals = tuple("inferred" if o in straight else draw.goal(scope.env[o]) for o in outputs)
     return Program(seed, dict(sizes), inputs, lines, tuple(outputs), goals)
+
+
+def _of_contributions(scope: Scope) -> list[str]:
+    """Lines of inputs that are Partial, whose results leave as they are: what passes contributions on must be right."""
+    given = [i.name for i in scope.draw.inputs if i.kind == "partial" and i.name in scope.env]
+    near = Scope(scope.draw, {name: scope.env[name] for name in given})
+    if given:
+        near.fill(scope.draw.between(1, 3))
+    scope.env = {**near.env, **scope.env}
+    scope.lines += near.lines
+    return [t for line in near.lines for t in line.targets if t in near.env]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,10 +349,10 @@ class _Drawing:
 
     def goal(self, var: Var) -> Any:
         how = self.rng.random()
-        if how < 0.4:
+        if how < 0.3:
             return None
-        if how < 0.6:
-            return "inferred"
+        if how < 0.65:
+            return "inferred"  # the only ones that leave Partial unasked: here what passes Partial on is chosen
         if not jnp.issubdtype(var.dtype, jnp.number) and var.dtype != bool:
             return None
         return self.placements(var.shape, var.dtype, partial=0.1, uneven=self.chance(0.2))
@@ -376,7 +388,7 @@ class Scope:
         """A new argument of the program."""
         d = self.draw
         pad = d.chance(0.3)
-        partial = 0.25 if d.chance(0.3) else 0.0
+        partial = 0.4 if d.chance(0.4) else 0.0
         placements = d.placements(shape, np.dtype(dtype), partial=partial, uneven=pad)
         layout = sk.Layout(jax.sharding.AbstractMesh(tuple(d.sizes.values()), tuple(d.sizes)), placements)
         kind = "partial" if layout.partial_axes else "padded" if pad else "array"

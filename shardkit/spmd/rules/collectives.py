@@ -6,14 +6,16 @@ result no longer varies). Our region has no such types, so the plain form is bou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import lax
 
+from shardkit.reshard.cost import wire_bytes
 from shardkit.spmd.placed import replicated
 from shardkit.spmd.rules.factored import Custom
-from shardkit.spmd.rules.strategy import Case, Op, Strategy
+from shardkit.spmd.rules.strategy import Case, Op, Strategy, Traffic
 
 
 def _psum(params: Mapping[str, Any], *blocks: Any) -> Sequence[Any]:
@@ -48,6 +50,36 @@ _PLAIN = [
 ]
 
 
+# As the compiled program calls them.
+_KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "collective_permute",
+    "pbroadcast": "collective_broadcast",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "ragged_all_to_all",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+
+
+def _traffic(case: Case) -> tuple[Traffic, ...]:
+    """What one device receives."""
+    params, kind = case.op.params, _KINDS.get(case.op.name)
+    named = params.get("axes", params.get("axis_name", ()))
+    axes = tuple(a for a in ((named,) if isinstance(named, str) else named) if isinstance(a, str))
+    groups = params.get("axis_index_groups")
+    size = len(groups[0]) if groups else math.prod(case.manual.get(a, 1) for a in axes)
+    if kind is None or size == 1:
+        return ()
+    return tuple(
+        Traffic(kind, axes, wire_bytes(kind, math.prod(t.shape) * t.dtype.itemsize, size)) for t in case.op.results
+    )
+
+
 def collective(op: Op) -> Custom:
     """Blocks in, blocks out."""
 
@@ -56,8 +88,8 @@ def collective(op: Op) -> Custom:
         results = tuple(replicated(t.ndim) for t in op.results)
         form = _FORMS.get(op.name)
         if form is None:
-            return [Strategy(operands, results, params=op.params)]
-        return [Strategy(operands, results, run=lambda here, *blocks: form(op.params, *blocks))]
+            return [Strategy(operands, results, params=op.params, traffic=_traffic(case))]
+        return [Strategy(operands, results, run=lambda here, *blocks: form(op.params, *blocks), traffic=_traffic(case))]
 
     return Custom(None, only)
 

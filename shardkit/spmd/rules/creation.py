@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardkit.spmd.placed import Sizes, parts
@@ -26,8 +26,9 @@ def iota(op: Op) -> Factored:
             return Local(params)
 
         def run(here: Any) -> Sequence[Any]:
-            first = jnp.asarray(here.index(axes) * blocks[dim], op.params["dtype"])
-            return [lax.broadcasted_iota(op.params["dtype"], blocks, dim) + first]
+            # Counted in integers: a short float would round both, and then their sum.
+            count = lax.broadcasted_iota(np.int32, blocks, dim) + here.index(axes) * blocks[dim]
+            return [lax.convert_element_type(count, op.params["dtype"])]
 
         return Local(run=run)
 

@@ -51,12 +51,14 @@ class Case:
       placed: where each operand is.
       sizes: of the mesh axes.
       wishes: where the users of each result would like it; None where nothing is known.
+      manual: within a region of the user's, the sizes of the axes that are its own.
     """
 
     op: Op
     placed: tuple[Placed, ...]
     sizes: Sizes
     wishes: tuple[Placed | None, ...] = ()
+    manual: Sizes = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
