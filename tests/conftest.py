@@ -28,11 +28,12 @@ hypothesis.settings.load_profile("shardkit")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(items):
-    """The first case of every test function is a smoke test (unless it's slow)."""
+    """The first case of every test function is a smoke test (unless it's slow, or one of many alike)."""
     seen = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if name not in seen and item.get_closest_marker("slow") is None:
+        left_out = item.get_closest_marker("slow") or item.get_closest_marker("not_smoke")
+        if name not in seen and left_out is None:
             seen.add(name)
             item.add_marker(pytest.mark.smoke)
 

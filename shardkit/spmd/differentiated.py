@@ -39,7 +39,7 @@ def with_own_derivative(
         if not plain:
             raise NotImplementedError(
                 "partition: a function with derivatives of its own (custom_jvp, custom_vjp) and Partial or padded "
-                "arguments or results can't be differentiated from outside; take the gradient in the partitioned function"
+                "arguments or results can't be differentiated from outside; take the gradient in the function itself"
             )
         real = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
         given = [i for i, c in enumerate(cotangents) if c.dtype != jax.dtypes.float0]

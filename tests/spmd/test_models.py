@@ -186,6 +186,7 @@ def cases(*given: Any) -> Any:
 
 
 @cases((TP, {"tp": R}), (DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+@pytest.mark.not_smoke
 def test_mlp(shape, at, mesh_for):
     """Columns, a norm over cut features, rows: one sum forward, one of both moments of the norm, and back."""
     ran = trained(models.MLP, cross_entropy, "features", mesh_for(shape), at, MLP_CUTS if "tp" in shape else {})
@@ -194,6 +195,7 @@ def test_mlp(shape, at, mesh_for):
 
 
 @cases((DP, {"dp": S(0)}), (SP, {"sp": S(2)}), (SPACE, {"dp": S(0), "sp": S(2)}))
+@pytest.mark.not_smoke
 def test_cnn_with_batch_norm(shape, at, mesh_for):
     ran = trained(models.CNN, cross_entropy, "images", mesh_for(shape), at)
     if shape == DP:
@@ -212,12 +214,14 @@ def test_u_net(shape, at, mesh_for):
 
 
 @cases((SP, {"sp": S(2)}), (DP, {"dp": S(0)}), (SPACE, {"dp": S(0), "sp": S(2)}))
+@pytest.mark.not_smoke
 def test_resnet(shape, at, mesh_for):
     ran = trained(models.ResNet, cross_entropy, "images", mesh_for(shape), at)
     assert set(ran.report.by_kind()) <= {"all_reduce", "collective_permute"}
 
 
 @cases((BOTH, {"dp": S(0)}), (DP, {"dp": S(0)}), (TP, {"tp": R}), (TP, {"tp": S(1)}))
+@pytest.mark.not_smoke
 def test_encoder(shape, at, mesh_for):
     cuts = COLUMNS_AND_ROWS if "tp" in shape and at != {"tp": S(1)} else {}
     trained(models.Encoder, cross_entropy, "series", mesh_for(shape), at, cuts)
@@ -252,6 +256,7 @@ def megatron(ran: Ran, layers: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [TP, pytest.param(BOTH, marks=pytest.mark.slow)], ids="x".join)
+@pytest.mark.not_smoke
 def test_gpt_along_the_sequence(shape, mesh_for):
     """Parameters whole, tokens cut along the sequence: keys and values are what attention needs of the others."""
     layers = 1 if shape == TP else 2
@@ -266,6 +271,7 @@ def test_gpt_along_the_sequence(shape, mesh_for):
 
 
 @cases((DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+@pytest.mark.not_smoke
 def test_vit(shape, at, mesh_for):
     ran = trained(models.ViT, cross_entropy, "images", mesh_for(shape), at, COLUMNS_AND_ROWS if "tp" in shape else {})
     if shape == DP:
@@ -283,6 +289,7 @@ def test_recurrent(cell, mesh_for):
 
 
 @cases((BOTH, {"dp": S(0)}), (DP, {"dp": S(0)}), (TP, {"tp": R}))
+@pytest.mark.not_smoke
 def test_moe(shape, at, mesh_for):
     """Experts cut over "tp": one sum of what they say, one of what they give back, none gathered."""
     ran = trained(models.MoE, cross_entropy, "features", mesh_for(shape), at, EXPERTS if "tp" in shape else {})
@@ -325,6 +332,7 @@ def test_gradient_accumulation(mesh_for):
     assert ran.report.bytes() == gradients_only(ran.state[0], 4)
 
 
+@pytest.mark.not_smoke
 def test_checkpointed_layers(mesh_for):
     """What is computed again is in the program as such. So is one sum: that of attention, which what follows it needs
     on the way back; the MLP's own result nobody needs."""
@@ -351,6 +359,7 @@ def test_donated(mesh_for):
 
 
 @pytest.mark.parametrize("shape", [BOTH, pytest.param(DP, marks=pytest.mark.slow)], ids="x".join)
+@pytest.mark.not_smoke
 def test_dropout(shape, mesh_for):
     """The same features are dropped as on one device, from the keys in the model's own state."""
     ran = trained(
@@ -392,6 +401,7 @@ def test_dropout_with_a_key(mesh_for):
     ],
     ids=["MLP", "encoder"],
 )
+@pytest.mark.not_smoke
 def test_bfloat16(model, batch, cuts, mesh_for):
     """Computed in bfloat16, kept in float32; sums over devices are rounded once more than on one device."""
     make = functools.partial(model, dtype=jnp.bfloat16)

@@ -193,11 +193,13 @@ def test_kernel_gradient_of_an_uneven_batch():
     assert placed(None, None, None, None, partial=("dp", "sp")) in {w.results[0] for w in ways}
 
 
+@pytest.mark.not_smoke
 def test_conv_on_eight():
     check_conv_in_space(21, ALL, **CONVS["even kernel"])
     check_conv_in_space(16, ALL, **CONVS["wide"])  # halos wider than a block
 
 
+@pytest.mark.not_smoke
 def test_conv_in_two_dims_channels_first():
     x, k = normal(2, 3, 8, 11), normal(4, 3, 3, 3)
     sizes = {"h": 2, "w": 4}
@@ -399,6 +401,7 @@ def test_pool_gradient_in_uneven_space(width, name):
     check_halo(backward(pooling), (normal(*pooling(x).shape), x), [CUT, CUT], TWO, CUT)
 
 
+@pytest.mark.not_smoke
 def test_pool_gradient_two_dims_on_eight():
     pooling = pool("max", **POOLS["overlapping"])
     x = tied(1, 8, 16, 1)
