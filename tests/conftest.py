@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items):
         if name not in seen and left_out is None:
             seen.add(name)
             item.add_marker(pytest.mark.smoke)
+    # The longest file first: whole files go to workers, and it would be alone at the end.
+    items.sort(key=lambda item: "test_random_programs" not in item.nodeid)
 
 
 @pytest.fixture(scope="session")

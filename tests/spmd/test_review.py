@@ -86,6 +86,13 @@ class TestMarks:
         rows = jax.vmap(lambda row: sk.constrain(row, given) * 2)
         np.testing.assert_allclose(sk.partition(rows, [R], mesh=x2)(X), 2 * X)
 
+    def test_a_spec_of_fewer_dims(self, x2):
+        # JAX takes it that nothing is said of the others: they stay as they are.
+        fun = lambda x: lax.with_sharding_constraint(x + 1, P("x")) * 2  # noqa: E731
+        out = sk.partition(fun, [R], mesh=x2)(X)
+        np.testing.assert_allclose(out, (X + 1) * 2)
+        assert sk.placements(out) == (S(0),)
+
     def test_a_kind_that_the_dtype_has_not(self, x2):
         fun = lambda x: sk.constrain(x.astype(int), {"x": sk.Partial("mean")}) * 2  # noqa: E731
         with pytest.raises(TypeError, match=r"sk_constrain at test_review\.py:\d+.*integer mean"):
