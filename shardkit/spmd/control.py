@@ -41,11 +41,9 @@ def _goals(wishes: Wishes) -> list[Goal]:
     return [ANYWHERE] * len(wishes)
 
 
-def _later(types: Sequence[Type], places: Sequence[Placed], setting: Setting) -> float:
+def _later(types: Sequence[Type], places: Places, setting: Setting) -> float:
     """What it will cost to reduce what is left Partial."""
-    return float(
-        sum(moving.cost(t, p, p.without_partial(), setting.sizes)[0] for t, p in zip(types, places, strict=True))
-    )
+    return _entering(types, places, _reduced(places), setting)
 
 
 def _entering(types: Sequence[Type], before: Places, after: Places, setting: Setting) -> float:
@@ -66,14 +64,13 @@ class _Loop:
 
     Attributes:
       body: the function.
-      consts, carry, extra: how many inputs are constants, carried, slices.
+      consts, carry: how many inputs are constants, carried; the others are slices.
       times: how often it runs.
     """
 
     body: Graph
     consts: int
     carry: int
-    extra: int
     times: int
 
 
@@ -90,9 +87,7 @@ def _settle(loop: _Loop, consts: Places, carry: Places, extra: Places, wishes: W
         total = loop.times * (found.bytes + costs.work(found.flops)) + _entering(carried, carry, carry_, setting)
         total += _entering(types[: loop.consts], consts, consts_, setting)
         total += loop.times * _entering(types[loop.consts + loop.carry :], extra, extra_, setting)
-        total += _later(
-            [v.type for v in loop.body.outputs], found.outputs[: loop.carry] + found.outputs[loop.carry :], setting
-        )
+        total += _later([v.type for v in loop.body.outputs], found.outputs, setting)
         return total
 
     seen = [carry, _reduced(carry)]
@@ -152,7 +147,7 @@ def scan(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> Sequen
     """Carries at one place; what it runs over is whole along the dim it runs over."""
     params, body = node.op.params, node.bodies[0]
     consts, carry = scan_counts(params)
-    loop = _Loop(body, consts, carry, len(body.inputs) - consts - carry, params["length"])
+    loop = _Loop(body, consts, carry, params["length"])
     over = tuple(_sliced(p) for p in placed[consts + carry :])
     inner = tuple(w if w is None or i < carry else _sliced(w) for i, w in enumerate(wishes))
     _, kept, held, slices, found = _settle(loop, placed[:consts], placed[consts : consts + carry], over, inner, setting)
@@ -189,7 +184,7 @@ def while_loop(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> 
     test, body = node.bodies
     tests, consts = params["cond_nconsts"], params["body_nconsts"]
     carry = len(placed) - tests - consts
-    loop = _Loop(body, consts, carry, 0, costs.UNKNOWN_TRIPS)
+    loop = _Loop(body, consts, carry, costs.UNKNOWN_TRIPS)
     _, kept, held, _, found = _settle(
         loop, placed[tests : tests + consts], _reduced(placed[tests + consts :]), (), wishes, setting
     )

@@ -21,7 +21,7 @@ def way(of: Type, source: Placed, goal: Placed, sizes: Sizes) -> Route:
 
     Keys of random numbers travel as the integers they're made of.
     """
-    shape, itemsize = of.shape, _itemsize(of.dtype)
+    shape, itemsize = of.shape, int(of.dtype.itemsize)
     ends = [(p.dims, p.partial) for p in (source, goal)]
     return _way(tuple(sizes.items()), shape, itemsize, *ends, source.reduce, goal.reduce)
 
@@ -37,10 +37,6 @@ def _way(sizes, shape, itemsize, source, goal, reduce, wanted) -> Route:
     larger = math.prod(s // t for s, t in zip(shape, smallest, strict=True) if t)
     moves = tuple(m._replace(bytes=m.bytes * larger, peak=m.peak * larger) for m in found.moves)
     return dataclasses.replace(found, problem=dataclasses.replace(found.problem, shape=shape), moves=moves)
-
-
-def _itemsize(dtype: Any) -> int:
-    return int(dtype.itemsize)
 
 
 def cost(of: Type, source: Placed, goal: Placed, sizes: Sizes) -> tuple[int, int]:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardkit.spmd.placed import Sizes, parts
 from shardkit.spmd.rules.factored import ANY, Cut, Factored, Local, Together, names, one_letter_each
-from shardkit.spmd.rules.strategy import Op
+from shardkit.spmd.rules.strategy import Op, Type
+
+
+def _parts(
+    letters: Sequence[str], dim: int, pieces: Sequence[Type], sizes: dict[str, int]
+) -> tuple[list[list[str]], frozenset[str]]:
+    """The letters of arrays that lie side by side along a dim (their sizes are added), and those that must be whole."""
+    own = [f"part{i}" for i in range(len(pieces))]
+    sizes.update((x, t.shape[dim]) for x, t in zip(own, pieces, strict=True))
+    return [[*letters[:dim], x, *letters[dim + 1 :]] for x in own], frozenset({letters[dim], *own})
 
 
 def concatenate(op: Op) -> Factored:
@@ -12,19 +23,13 @@ def concatenate(op: Op) -> Factored:
     dim = op.params["dimension"]
     letters = names(op.results[0].ndim)
     sizes = dict(zip(letters, op.results[0].shape, strict=True))
-    operands, whole = [], {letters[dim]}
-    for i, t in enumerate(op.operands):
-        mine = list(letters)
-        mine[dim] = f"part{i}"
-        sizes[mine[dim]] = t.shape[dim]
-        whole.add(mine[dim])
-        operands.append(mine)
+    operands, whole = _parts(letters, dim, op.operands, sizes)
     together = Together(frozenset(range(len(operands))), ANY)
     return Factored(
         one_letter_each(*operands),
         one_letter_each(letters),
         sizes,
-        frozenset(whole),
+        whole,
         linear=(together,),
         uneven=True,
         work=0.0,
@@ -36,19 +41,13 @@ def split(op: Op) -> Factored:
     axis = op.params["axis"]
     letters = names(op.operands[0].ndim)
     sizes = dict(zip(letters, op.operands[0].shape, strict=True))
-    results, whole = [], {letters[axis]}
-    for i, t in enumerate(op.results):
-        mine = list(letters)
-        mine[axis] = f"part{i}"
-        sizes[mine[axis]] = t.shape[axis]
-        whole.add(mine[axis])
-        results.append(mine)
+    results, whole = _parts(letters, axis, op.results, sizes)
     linear = (Together(frozenset({0}), ANY),)
     return Factored(
         one_letter_each(letters),
         one_letter_each(*results),
         sizes,
-        frozenset(whole),
+        whole,
         linear=linear,
         uneven=True,
         work=0.0,
