@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
-from shardkit.inspect.targets import described_mesh
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 TARGETS = ("tpu:v5e:2x4", "gpu:h100:8")
@@ -163,7 +162,7 @@ def fundus(mesh: Any, ring: bool, side: int) -> tuple[Callable, tuple]:
 
 
 def mesh_for(target: str, axes: dict[str, int]) -> Any:
-    return sk.make_mesh(axes) if target == "cpu" else described_mesh(target, axes)
+    return sk.make_mesh(axes) if target == "cpu" else sk.target_mesh(target, axes)
 
 
 def jobs(targets: list[str]) -> list[tuple[str, str, str, Callable[[], Figures]]]:

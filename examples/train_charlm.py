@@ -315,30 +315,31 @@ def report(console: Console, mesh: jax.sharding.Mesh, done: Trained, bits: Seque
         held.add_row(name, f"{whole / 1e6:,.2f} MB", f"{one / 1e6:,.2f} MB", f"{100 * one / whole:.1f} %")
     console.print(held)
 
-    found = sk.collectives(done.program, mesh=mesh)
+    page = sk.explain(done.program, mesh=mesh)
+    found = page.report
     wire = Table(title="Collectives of one training step on each device (from the compiled program)")
-    for heading in ("kind", "over", "runs", "count", "largest", "received"):
+    for heading in ("kind", "over", "runs", "count", "largest", "received", "for"):
         right = heading in ("count", "largest", "received")
         wire.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    groups: dict[tuple, list[sk.Collective]] = {}
-    for entry in found:
-        groups.setdefault((entry.in_loop, entry.trip_count or 1, entry.axes or ("?",), entry.kind), []).append(entry)
-    for (in_loop, trips, axes, kind), entries in sorted(groups.items()):
+    groups: dict[tuple, list[sk.Explained]] = {}
+    for entry in page.collectives:
+        one = entry.collective
+        groups.setdefault((one.in_loop, entry.runs, one.axes or ("?",), one.kind, entry.purpose), []).append(entry)
+    for (in_loop, trips, axes, kind, purpose), entries in sorted(groups.items()):
         wire.add_row(
             kind,
             ",".join(axes),
             f"{trips}x in the loop" if in_loop else "once",
             str(len(entries)),
-            f"{max(e.result_bytes for e in entries) / 1e3:,.1f} kB",
-            f"{sum(e.bytes for e in entries) * trips / 1e3:,.1f} kB",
+            f"{max(e.collective.result_bytes for e in entries) / 1e3:,.1f} kB",
+            f"{sum(e.bytes for e in entries) / 1e3:,.1f} kB",
+            purpose,
         )
     console.print(wire)
     if any(entry.axes is None for entry in found):
         console.print("?: its groups of devices are those of no mesh axes")
-    console.print(
-        "Once a step gradients are reduced (reduce_scatter), the loss and the norm for clipping added up (all_reduce), "
-        "and updates brought to where parameters live (all_gather)."
-    )
+    if page.unexplained:
+        console.print(f"{len(page.unexplained)} collectives that nothing in the program asks for:\n{page}")
     if found.count(in_loop=True):
         over = {axis: found.count(axis=axis, in_loop=True) for axis in mesh.axis_names}
         console.print(

@@ -195,7 +195,7 @@ def draw(path: Path, noisy, restored, clean, seam: int) -> None:
     plt.close(figure)
 
 
-def report(console: Console, mesh, numbers, collectives, memory, plain_memory) -> None:
+def report(console: Console, mesh, numbers, page: sk.Explanation, plain_memory) -> None:
     """What came out, and what it cost, as tables that explain themselves."""
     quality = Table(title="Restoration (PSNR in dB, higher is better; noise that training never saw)")
     for heading in ("where", "input", "restored", "gain"):
@@ -205,25 +205,28 @@ def report(console: Console, mesh, numbers, collectives, memory, plain_memory) -
     console.print(quality)
 
     wire = Table(title=f"Collectives of one training step on {dict(mesh.shape)} (from the compiled program)")
-    for heading in ("kind", "mesh axes", "count", "largest result", "received per device"):
-        wire.add_column(heading, justify="left" if heading in ("kind", "mesh axes") else "right")
+    for heading in ("kind", "mesh axes", "count", "largest result", "received per device", "for"):
+        wire.add_column(heading, justify="left" if heading in ("kind", "mesh axes", "for") else "right")
     groups: dict[tuple, list] = {}
-    for entry in collectives:
-        groups.setdefault((entry.kind, entry.axes), []).append(entry)
-    for (kind, axes), entries in sorted(groups.items(), key=lambda item: str(item[0])):
+    for entry in page.collectives:
+        groups.setdefault((entry.collective.kind, entry.collective.axes, entry.purpose), []).append(entry)
+    for (kind, axes, purpose), entries in sorted(groups.items(), key=lambda item: str(item[0])):
         wire.add_row(
             kind,
             " x ".join(axes) if axes else "-",
             str(len(entries)),
-            f"{max(e.result_bytes for e in entries) / 1e3:,.1f} kB",
+            f"{max(e.collective.result_bytes for e in entries) / 1e3:,.1f} kB",
             f"{sum(e.bytes for e in entries) / 1e3:,.1f} kB",
+            purpose,
         )
     console.print(wire)
+    if page.unexplained:
+        console.print(f"{len(page.unexplained)} collectives that nothing in the program asks for:\n{page}")
 
     temporaries = Table(title="Memory of one training step, per device")
     for heading in ("program", "arguments", "temporaries"):
         temporaries.add_column(heading, justify="left" if heading == "program" else "right")
-    for name, item in ((f"sharded over {mesh.size} devices", memory), ("unsharded, one device", plain_memory)):
+    for name, item in ((f"sharded over {mesh.size} devices", page.memory), ("unsharded, one device", plain_memory)):
         temporaries.add_row(name, f"{item.arguments / 1e6:,.1f} MB", f"{item.temporaries / 1e6:,.1f} MB")
     console.print(temporaries)
 
@@ -287,20 +290,19 @@ def main(argv: list[str] | None = None) -> dict:
         ("held-out region", psnr(noisy[region], target[region]), psnr(restored[region], target[region])),
     ]
 
-    collectives = sk.collectives(step_program, mesh=mesh)
-    memory = sk.memory(step_program)
+    page = sk.explain(step_program, mesh=mesh)
     with console.status("compiling the unsharded step, to compare its memory"):
         plain_model, plain_optimizer, plain_step, _ = make_steps(None, arguments.seed, arguments.steps)
         plain_batch = batch_for(0, image, seen, sizes["dp"], arguments.seed, None)
         plain = plain_step.lower(plain_model, plain_optimizer, *plain_batch, jax.random.key(0)).compile()
         plain_memory = sk.memory(plain)
-    report(console, mesh, numbers, collectives, memory, plain_memory)
+    report(console, mesh, numbers, page, plain_memory)
 
     seams = [i * block for i in range(1, sizes["sp"]) if i * block < width]
     draw(arguments.out, noisy, restored, target, seams[(len(seams) - 1) // 2] if seams else width // 2)
     console.print(f"Picture: {arguments.out}   ({time.perf_counter() - began:.0f} s so far)")
 
-    result = {"losses": losses, "psnr": numbers, "collectives": collectives, "memory": (memory, plain_memory)}
+    result = {"losses": losses, "psnr": numbers, "page": page, "memory": (page.memory, plain_memory)}
     if arguments.check:
         *_, alone = train(None, *job, title="the same on one device")
         worst = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))

@@ -12,10 +12,16 @@ from shardkit.arrays import (
 from shardkit.inspect import (
     Collective,
     CollectiveReport,
+    Drawing,
+    Explained,
+    Explanation,
     MemoryReport,
     assert_collectives,
     collectives,
+    explain,
     memory,
+    show,
+    target_mesh,
 )
 from shardkit.meshes import make_mesh, sub_mesh
 from shardkit.optim import (

@@ -56,3 +56,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
     return len(consts), len(carry)
+
+
+def made_manual(params: Mapping[str, Any]) -> Any:
+    """Of a ``shard_map`` equation's parameters: the mesh axes that it makes manual."""
+    return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]

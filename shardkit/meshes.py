@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardkit.placements import Layout
@@ -41,11 +43,44 @@ def make_mesh(
       >>> dict(sk.make_mesh({"dp": 1, "sp": 1}).shape)
       {'dp': 1, 'sp': 1}
     """
+    available = len(devices) if devices is not None else jax.device_count()
+    sizes = fill_sizes(axes, available)
+    needed = math.prod(sizes.values())
+    if needed > available:
+        raise ValueError(
+            f"mesh {dict(axes)} needs {needed} devices, but there are {available}; on a CPU, simulate them with "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used'
+        )
+    if devices is not None and needed != available:
+        raise ValueError(f"mesh {dict(axes)} needs {needed} devices, but {available} were given in devices=")
+    types = axis_types_of(axis_types, tuple(sizes))
+    names, shape = tuple(sizes), tuple(sizes.values())
+    try:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    except NotImplementedError:
+        # No way to give each axis whole dims of a TPU's torus (16 x 16 as 128 x 2): some are split between axes.
+        order = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(order, names, axis_types=types)
+
+
+def fill_sizes(axes: Mapping[str, int], available: int) -> dict[str, int]:
+    """Sizes of the axes of a mesh, checked, with -1 filled in.
+
+    Args:
+      axes: as given by the user.
+      available: the devices that a size of -1 shares in.
+
+    Raises:
+      TypeError, ValueError: as ``make_mesh``; but sizes may come to more than the devices available.
+
+    Example:
+      >>> fill_sizes({"dp": 2, "sp": -1}, 8)
+      {'dp': 2, 'sp': 4}
+    """
     if not axes:
         raise ValueError('make_mesh needs at least one axis, e.g. make_mesh({"dp": -1})')
     if not isinstance(axes, Mapping):
         raise TypeError(f'make_mesh takes a mapping of axis name to size, e.g. {{"dp": 2}}, got {axes!r}')
-    available = len(devices) if devices is not None else jax.device_count()
     bad = {name: size for name, size in axes.items() if not _is_size(size)}
     if bad:
         raise ValueError(f"mesh axis sizes must be positive integers, or -1 for the rest; got {bad}")
@@ -61,22 +96,16 @@ def make_mesh(
                 f"not divide {available}"
             )
         sizes[free[0]] = available // fixed
-    elif fixed > available:
-        raise ValueError(
-            f"mesh {dict(axes)} needs {fixed} devices, but there are {available}; on a CPU, simulate them with "
-            f'jax.config.update("jax_num_cpu_devices", {fixed}) before JAX is first used'
-        )
-    elif devices is not None and fixed != available:
-        raise ValueError(f"mesh {dict(axes)} needs {fixed} devices, but {available} were given in devices=")
-    types = _axis_types(axis_types, tuple(sizes))
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    return sizes
 
 
 def _is_size(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__") and (value == -1 or value >= 1)
 
 
-def _axis_types(given: Any, names: tuple[str, ...]) -> tuple[AxisType, ...]:
+def axis_types_of(given: Any, names: tuple[str, ...]) -> tuple[AxisType, ...]:
+    """One ``AxisType`` an axis, from any of the forms that ``make_mesh`` takes."""
+
     def one(value: Any) -> AxisType:
         if isinstance(value, AxisType):
             return value
@@ -169,6 +198,24 @@ def platform_of(mesh: AbstractMesh | Mesh) -> str:
     return getattr(device, "platform", None) or jax.default_backend()
 
 
+_stand_in: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("stand_in", default=None)
+
+
+@contextlib.contextmanager
+def standing_in(mesh: Mesh | None) -> Iterator[None]:
+    """Functions of this library that are bound to a mesh of the same axes take ``mesh``, to be compiled for it."""
+    token = _stand_in.set(mesh)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
+
+
+def _or_stand_in(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    other = _stand_in.get()
+    return mesh if other is None or mesh.axis_names != other.axis_names else other
+
+
 def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> Mesh | AbstractMesh:
     """The mesh a function should use: its argument, else its arrays', else the ambient one.
 
@@ -186,11 +233,11 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> M
             )
         return ambient
     if mesh is not None:
-        return mesh
+        return _or_stand_in(mesh)
     for value in values:
         found = mesh_of(value)
         if found is not None:
-            return found
+            return _or_stand_in(found)
     if ambient is not None:
         return ambient
     raise ValueError(

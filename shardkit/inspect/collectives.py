@@ -38,7 +38,7 @@ def collectives(fun: Any, *args: Any, mesh: compiling.AnyMesh | None = None, **k
       No collectives: every device works alone.
     """
     program = compiling.compile_program(fun, args, kwargs)
-    module = hlo.parse_module(_text(program.compiled))
+    module = hlo.parse_module(text_of(program.compiled))
     axes = compiling.find_mesh(program, module.num_partitions * module.num_replicas, mesh)
     return CollectiveReport(extract(module, axes), axes)
 
@@ -54,7 +54,8 @@ def read_collectives(text: str, mesh: compiling.AnyMesh | None = None) -> Collec
     return CollectiveReport(extract(hlo.parse_module(text), axes), axes)
 
 
-def _text(compiled: Any) -> str:
+def text_of(compiled: Any) -> str:
+    """The HLO text of a compiled program."""
     text = compiled.as_text()
     if not text:
         raise RuntimeError("the backend that compiled this program gives no text of it, so it cannot be read.")

@@ -22,11 +22,13 @@ class Program:
       compiled: a `jax.stages.Compiled`.
       jaxpr: the traced program, or None if a program already lowered or compiled was given.
       arguments: the (args, kwargs) it was traced with.
+      names: the paths of the arrays that go in and of those that come out, where the function says them itself.
     """
 
     compiled: Any
     jaxpr: Any
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())
 
 
 def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
@@ -48,10 +50,10 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 "it alone, or pass the function and the arguments."
             )
         if stage == "compiled":
-            return Program(fun, None, ((), {}))
+            return Program(_plain(fun), None, ((), {}))
         if stage == "lowered":
-            return Program(fun.compile(), None, ((), {}))
-        return Program(fun.lower().compile(), fun.jaxpr, ((), {}))
+            return Program(_plain(fun.compile()), None, ((), {}))
+        return Program(_plain(fun.lower().compile()), fun.jaxpr, ((), {}))
     if not callable(fun):
         raise TypeError(
             "expected a function, a jitted function, or a jax.stages Traced, Lowered or Compiled; "
@@ -60,8 +62,15 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     staged: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
     if hasattr(staged, "trace"):
         traced = staged.trace(*args, **kwargs)
-        return Program(traced.lower().compile(), getattr(traced, "jaxpr", None), (tuple(args), kwargs))
-    return Program(staged.lower(*args, **kwargs).compile(), None, (tuple(args), kwargs))
+        names = fun.leaf_names(*args, **kwargs) if hasattr(fun, "leaf_names") else ((), ())
+        return Program(_plain(traced.lower().compile()), getattr(traced, "jaxpr", None), (tuple(args), kwargs), names)
+    return Program(_plain(staged.lower(*args, **kwargs).compile()), None, (tuple(args), kwargs))
+
+
+def _plain(compiled: Any) -> Any:
+    """JAX's own program, where Flax has wrapped it."""
+    inner = getattr(compiled, "compiled", None)
+    return inner if isinstance(inner, jax.stages.Compiled) else compiled
 
 
 def _stage(fun: Any) -> str | None:

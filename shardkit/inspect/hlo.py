@@ -238,6 +238,23 @@ def _split_call(line: str, start: int) -> tuple[tuple[str, ...], dict[str, str]]
     return operand_names, {key: value.strip() for key, equals, value in pairs if equals}
 
 
+def read_instruction(line: str) -> Instruction:
+    """One line of a computation, with all of its attributes.
+
+    Raises:
+      ValueError: it's no instruction.
+
+    Example:
+      >>> read_instruction("  %p = f32[2]{0} parameter(0), sharding={replicated}").opcode
+      'parameter'
+    """
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        raise ValueError(f"not an instruction as XLA prints it: {line[:80]!r}")
+    _, name, shape, opcode = found.groups()
+    return Instruction(name, opcode, shape, *_split_call(line, found.end()))
+
+
 def called_computations(instruction: Instruction) -> tuple[str, ...]:
     """Names of the computations that run as part of `instruction`, loops excepted.
 

@@ -59,8 +59,8 @@ class Collective:
     def __str__(self) -> str:
         place = f" at {self.source}" if self.source else ""
         return (
-            f"{self.kind} over {_axes_text(self.axes)}: {_shapes_text(self.shapes)}, "
-            f"{format_bytes(self.bytes)}/device, in loop: {_loop_text(self)}{place} (%{self.name})"
+            f"{self.kind} over {axes_text(self.axes)}: {_shapes_text(self.shapes)}, "
+            f"{format_bytes(self.bytes)}/device, in loop: {loop_text(self)}{place} (%{self.name})"
         )
 
 
@@ -172,9 +172,9 @@ class CollectiveReport:
         for entry in self.entries:
             key = (
                 entry.kind,
-                _axes_text(entry.axes),
+                axes_text(entry.axes),
                 _shapes_text(entry.shapes),
-                _loop_text(entry),
+                loop_text(entry),
                 entry.source or "-",
             )
             groups.setdefault(key, []).append(entry)
@@ -225,7 +225,7 @@ def _mesh_text(mesh_axes: tuple[tuple[Hashable, int], ...]) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh_axes)
 
 
-def _axes_text(axes: tuple[Hashable, ...] | None) -> str:
+def axes_text(axes: tuple[Hashable, ...] | None) -> str:
     return "?" if axes is None else ",".join(map(str, axes))
 
 
@@ -234,7 +234,7 @@ def _shapes_text(shapes: tuple[Array, ...]) -> str:
     return texts[0] + (f" +{len(texts) - 1} more" if len(texts) > 1 else "") if texts else "-"
 
 
-def _loop_text(entry: Collective) -> str:
+def loop_text(entry: Collective) -> str:
     if not entry.in_loop:
         return "no"
     return "yes" if entry.trip_count is None else f"yes x{entry.trip_count}"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardkit import scopes
 from shardkit.optim.buckets import pack
 from shardkit.optim.stored import shorter
 from shardkit.optim.together import limit_on, on_blocks
@@ -100,21 +101,25 @@ def _compiled(mesh: AnyMesh, jobs: tuple[_Job, ...], bucket_bytes: int | None):
         for bucket in buckets:
             members = [jobs[slot.leaf] for slot in bucket.slots]
             short = [blocks[slot.leaf].astype(job.dtype) for slot, job in zip(bucket.slots, members, strict=True)]
-            if len(members) == 1:
-                whole = [take(members[0].problem, [Step("all_gather", *members[0].states)], mesh.axis_names, short[0])]
-            else:
-                names = members[0].problem.factors.whole_axes(members[0].over)
-                rows = lax.all_gather(jnp.concatenate([jnp.ravel(x) for x in short]), names)
-                whole = [
-                    _joined(job, rows[:, slot.start : slot.start + slot.size])
-                    for slot, job in zip(bucket.slots, members, strict=True)
-                ]
-            for slot, x in zip(bucket.slots, whole, strict=True):
+            with scopes.scope(scopes.PARAMETERS):
+                found = _whole(bucket.slots, members, short, mesh.axis_names)
+            for slot, x in zip(bucket.slots, found, strict=True):
                 done[slot.leaf] = x.astype(blocks[slot.leaf].dtype)
         return done
 
     ndims = [len(job.problem.shape) for job in jobs]
     return on_blocks(body, mesh, [job.source for job in jobs], [job.target for job in jobs], ndims)
+
+
+def _whole(slots: Sequence[Any], members: Sequence[_Job], short: Sequence[jax.Array], axis_names: Any) -> list[Any]:
+    """The leaves of a bucket put together, in one collective."""
+    if len(members) == 1:
+        return [take(members[0].problem, [Step("all_gather", *members[0].states)], axis_names, short[0])]
+    names = members[0].problem.factors.whole_axes(members[0].over)
+    rows = lax.all_gather(jnp.concatenate([jnp.ravel(x) for x in short]), names)
+    return [
+        _joined(job, rows[:, slot.start : slot.start + slot.size]) for slot, job in zip(slots, members, strict=True)
+    ]
 
 
 def _joined(job: _Job, rows: jax.Array) -> jax.Array:

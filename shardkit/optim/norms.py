@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from shardkit import scopes
 from shardkit._compat import varying_axes
 from shardkit.arrays import Padded, PartialArray, is_whole
 from shardkit.meshes import manual_axes
@@ -45,7 +46,8 @@ def global_norm(tree: Any) -> jax.Array:
     for x in leaves:
         axes = tuple(sorted(varying_axes(x) & manual))
         parts[axes] = parts.get(axes, 0) + _squares(x)
-    return jnp.sqrt(sum(lax.psum(value, axes) if axes else value for axes, value in parts.items()))
+    with scopes.scope(scopes.REDUCTION):
+        return jnp.sqrt(sum(lax.psum(value, axes) if axes else value for axes, value in parts.items()))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -98,7 +100,8 @@ def _total(counts: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> jax.Arra
     _check_types(manual)
     axes = tuple(sorted(frozenset().union(*(varying_axes(x) for x in leaves)) & manual))
     total = sum(counts[1:], counts[0])
-    return lax.psum(total, axes) if axes else total
+    with scopes.scope(scopes.REDUCTION):
+        return lax.psum(total, axes) if axes else total
 
 
 def _check_types(manual: Collection[str]) -> None:

@@ -20,6 +20,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from shardkit import scopes
+
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
@@ -50,8 +52,9 @@ class Gather:
 
     def _local(self, block: jax.Array) -> jax.Array:
         x = block if self.travels is None else block.astype(self.travels)
-        for dim, axes in self.cuts:
-            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+        with scopes.scope(scopes.PARAMETERS):
+            for dim, axes in self.cuts:
+                x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         if self.flat is not None:
             x = x[: math.prod(self.flat)].reshape(self.flat)
         return x.astype(block.dtype)

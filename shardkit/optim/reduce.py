@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardkit import scopes
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
 from shardkit.meshes import manual_axes, mesh_of
 from shardkit.optim.buckets import Bucket, pack
@@ -266,6 +267,7 @@ def _sum(bucket: Bucket, jobs: Sequence[_Job], rows: list[jax.Array]) -> jax.Arr
     names = job.problem.factors.whole_axes
     matrix = jnp.concatenate(rows, axis=1)
     scatter, total = names(job.scatter), names(job.total)
-    if scatter:
-        matrix = lax.psum_scatter(matrix, scatter, scatter_dimension=0, tiled=True)
-    return (lax.psum(matrix, total) if total else matrix)[0]
+    with scopes.scope(scopes.GRADIENTS):
+        if scatter:
+            matrix = lax.psum_scatter(matrix, scatter, scatter_dimension=0, tiled=True)
+        return (lax.psum(matrix, total) if total else matrix)[0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardkit import scopes
 from shardkit._compat import varying_axes
 from shardkit.optim.batch import Leaf, entering
 from shardkit.optim.parameters import Parameter
@@ -157,9 +158,10 @@ class Region:
         names, sizes = self._names, self._mesh.shape
         parts = math.prod(sizes[n] for n in self._varies)
         copies = math.prod(sizes[n] for n in names) // parts
-        total = lax.psum(total, names) / copies
+        with scopes.scope(scopes.REDUCTION):
+            total = lax.psum(total, names) / copies
+            count = None if count is None else lax.psum(count, names) / copies
         if count is not None:
-            count = lax.psum(count, names) / copies
             return total / count, count, [_divided(g, count) for g in grads]
         if not self._mean:
             return total, None, list(grads)
@@ -180,9 +182,10 @@ class Region:
         x = _varying(x, varies)
         if not varies:
             return x
-        if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
-            return lax.pmean(x, varies)
-        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
+        with scopes.scope(scopes.REDUCTION):
+            if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
+                return lax.pmean(x, varies)
+            return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
 
     def _stacked(self, x: Any) -> Any:
         x = _varying(x, self._names)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardkit import scopes
 from shardkit.arrays.kinds import identity, reduce_stack
 from shardkit.reshard.moves import Move
 from shardkit.reshard.ordered import from_ordered, to_ordered
@@ -54,8 +55,9 @@ def take(problem: Problem, steps: Sequence[Step], axis_names: tuple[str, ...], x
     if 0 in problem.shape and steps:  # nothing to move, and collectives refuse it
         return jnp.zeros(problem.block_shape(steps[-1].after), x.dtype)
     here = _Here(problem, axis_names)
-    for step in steps:
-        x = _STEPS[step.kind](here, step, x)
+    with scopes.scope(scopes.RESHARD):
+        for step in steps:
+            x = _STEPS[step.kind](here, step, x)
     return x
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from shardkit import scopes
 from shardkit.arrays import Padded, PartialArray, from_unreduced, is_unreduced
 from shardkit.arrays.placing import describe, misplaced
 from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
@@ -198,7 +199,8 @@ def _reduced_here(x: PartialArray, axis: str) -> Any:
             f"reshard: mesh axis {axis!r} is manual here, where Partial({kind!r}) can't be reduced; do it outside "
             "jax.shard_map"
         )
-    stack = jnp.squeeze(reductions[kind](x.stack, axis), axes.index(axis))
+    with scopes.scope(scopes.RESHARD):
+        stack = jnp.squeeze(reductions[kind](x.stack, axis), axes.index(axis))
     return _closed(stack, x.layout.but({axis: Replicate()}), x.logical_shape)
 
 

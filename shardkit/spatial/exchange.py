@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
+from shardkit import scopes
 from shardkit.spatial.windows import Exchange, Message, ShardedWindow
 
 AxisName = str | tuple[str, ...] | None
@@ -50,7 +51,8 @@ def permute(x: Array, axis_name: AxisName, pairs: tuple[tuple[int, int], ...]) -
                 return int(np.ravel_multi_index([place[n] for n in in_mesh], [sizes[n] for n in in_mesh]))
 
             axis_name, pairs = in_mesh, tuple((translate(a), translate(b)) for a, b in pairs)
-    return lax.ppermute(x, axis_name, list(pairs))
+    with scopes.scope(scopes.HALO):
+        return lax.ppermute(x, axis_name, list(pairs))
 
 
 def _send(x: Array, message: Message, axis_name: AxisName, index: Index, dim: int) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardkit import scopes
 from shardkit.arrays import Padded, crop_to, pad_to
 from shardkit.meshes import resolve_mesh
 from shardkit.placements import entry_names
@@ -60,7 +61,10 @@ class Reduction:
         return x
 
     def psum(self, x: Array) -> Array:
-        return lax.psum(x, self.axis_names) if self.axis_names else x
+        if not self.axis_names:
+            return x
+        with scopes.scope(scopes.REDUCTION):
+            return lax.psum(x, self.axis_names)
 
 
 class LocalReduction(Protocol):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 
-from shardkit._compat import scan_counts
+from shardkit._compat import made_manual, scan_counts
 from shardkit.placements import Layout
 from shardkit.spmd import costs, moving
 from shardkit.spmd.arrangement import Arrangement
@@ -291,7 +291,7 @@ def shard_map(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> S
     # Inside, its axes cut nothing any more: values are blocks, and collectives the user's own. Along others (of a
     # region that takes but some) blocks are whole, until an inner region cuts them.
     body = graph_of(jex_core.ClosedJaxpr(params["jaxpr"], ()))
-    taken = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    taken = made_manual(params)
     manual = {a: n for a, n in setting.sizes.items() if a in taken} | dict(setting.manual)
     left = {a: n for a, n in setting.sizes.items() if a not in taken}
     within = Setting(setting.mesh, left, setting.unknown, setting.control, manual)

@@ -64,6 +64,7 @@ class Node:
       inputs, outputs: values.
       bodies: the functions that it calls (of a scan, while, cond, remat).
       tracebacks: of the operation and of the calls it was inlined for, the innermost first.
+      stack: JAX's name stack of the operation, that of the calls included; None: unknown.
     """
 
     op: Op
@@ -71,16 +72,25 @@ class Node:
     outputs: tuple[Value, ...]
     bodies: tuple[Graph, ...] = ()
     tracebacks: tuple[Any, ...] = ()
+    stack: Any = None
 
     @functools.cached_property
     def frame(self) -> Frame | None:
         """The user's line."""
-        found = []
-        for at, traceback in enumerate(self.tracebacks):
-            frames = [Frame(f.file_name, f.line_num) for f in traceback.frames] if traceback is not None else []
-            # JAX keeps what it traced of a function: beyond its own frames are those of another call, maybe.
-            found += frames if at == len(self.tracebacks) - 1 else _within(frames)
-        return user_frame(found)
+        return user_frame([frame for at in range(len(self.tracebacks)) for frame in self._frames(at)])
+
+    @functools.cached_property
+    def traceback(self) -> Any:
+        """That of the user's line; None: unknown."""
+        if len(self.tracebacks) < 2:
+            return self.tracebacks[0] if self.tracebacks else None
+        return next((t for at, t in enumerate(self.tracebacks) if self.frame in self._frames(at)), None)
+
+    def _frames(self, at: int) -> Sequence[Frame]:
+        traceback = self.tracebacks[at]
+        frames = [Frame(f.file_name, f.line_num) for f in traceback.frames] if traceback is not None else []
+        # JAX keeps what it traced of a function: beyond its own frames are those of another call, maybe.
+        return frames if at == len(self.tracebacks) - 1 else _within(frames)
 
     @functools.cached_property
     def key(self) -> Any:

@@ -138,14 +138,28 @@ class Partitioned:
         Returns:
           A ``jax.stages.Lowered``, which ``sk.collectives`` and ``sk.memory`` take, too.
         """
-        made = self._prepare(args, kwargs)[1]
-        if len(made.ready.stages) > 1:
+        stage = self._only_stage(args, kwargs)
+        return stage.runnable().lower(*stage.described())
+
+    def _only_stage(self, args: tuple, kwargs: dict) -> Any:
+        stages = self._prepare(args, kwargs)[1].ready.stages
+        if len(stages) > 1:
             raise ValueError(
                 "partition: this function runs on several meshes (sk.on_mesh), and a program for XLA on one; look at "
                 ".program(...).for_mesh(mesh)"
             )
-        (stage,) = made.ready.stages
-        return stage.runnable().lower(*stage.described())
+        return stages[0]
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As the method of a jitted function: a ``jax.stages.Traced``; see ``lower``."""
+        stage = self._only_stage(args, kwargs)
+        return stage.runnable().trace(*stage.described())
+
+    def leaf_names(self, *args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
+        """The paths of the arrays that go in, "params['w']", and of those that come out, in order."""
+        call, made = self._prepare(args, kwargs)
+        outputs = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.flatten_with_path(made.results)[0]]
+        return list(call.names), outputs
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program for these arguments, without running it; ``jax.ShapeDtypeStruct`` will do as arrays.

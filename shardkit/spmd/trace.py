@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.extend import source_info_util
 
 from shardkit.spmd.folding import with_matrices
 from shardkit.spmd.graph import Graph, Node, Value, without_unused
@@ -55,12 +56,29 @@ def graph_of(closed: Any) -> Graph:
         captured.append(value)
     inputs = tuple(Value(var.aval) for var in jaxpr.invars)
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    reader.read(jaxpr, env, ())
+    reader.read(jaxpr, env, _Calls())
     outputs = tuple(reader.value(v, env) for v in jaxpr.outvars)
     graph = with_matrices(without_unused(Graph(inputs, (), tuple(reader.nodes), outputs, reader.custom)))
     used = {v.number for node in graph.nodes for v in node.inputs} | {v.number for v in graph.outputs}
     kept = [v for v in (*captured, *reader.captured) if v.number in used]
     return dataclasses.replace(graph, captured=tuple(kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """The calls that an operation is inlined for, and the operation itself.
+
+    Attributes:
+      tracebacks: the innermost first.
+      stack: JAX's name stacks put together.
+    """
+
+    tracebacks: tuple[Any, ...] = ()
+    stack: Any = dataclasses.field(default_factory=source_info_util.new_name_stack)
+
+    def with_one(self, source_info: Any) -> _Calls:
+        """One more, inside those there are."""
+        return _Calls((source_info.traceback, *self.tracebacks), self.stack + source_info.name_stack)
 
 
 class _Reader:
@@ -74,39 +92,37 @@ class _Reader:
             return Value(atom.aval, constant=atom.val)
         return env[atom]
 
-    def read(self, jaxpr: Any, env: dict[Any, Value], outer: tuple[Any, ...]) -> None:
+    def read(self, jaxpr: Any, env: dict[Any, Value], outer: _Calls) -> None:
         """The equations of a jaxpr, added to the nodes.
 
         Args:
           jaxpr: open.
           env: has its inputs and constants.
-          outer: the tracebacks of the calls it's inlined for, the innermost first.
+          outer: the calls it's inlined for.
         """
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            tracebacks = (eqn.source_info.traceback, *outer)
+            calls = outer.with_one(eqn.source_info)
             inputs = [self.value(v, env) for v in eqn.invars]
             self.custom = self.custom or name.startswith("custom_")
             if name in _INLINED:
-                outputs = self._inline(_called(eqn), inputs, tracebacks)
+                outputs = self._inline(_called(eqn), inputs, calls)
             else:
                 outputs = [Value(v.aval) for v in eqn.outvars]
-                self._add(eqn, tuple(inputs), tuple(outputs), tracebacks)
+                self._add(eqn, tuple(inputs), tuple(outputs), calls)
             env.update((v, o) for v, o in zip(eqn.outvars, outputs, strict=True))
 
-    def _inline(self, called: Any, inputs: Sequence[Value], tracebacks: tuple[Any, ...]) -> list[Value]:
+    def _inline(self, called: Any, inputs: Sequence[Value], calls: _Calls) -> list[Value]:
         jaxpr, consts = (called.jaxpr, called.consts) if hasattr(called, "jaxpr") else (called, ())
         env: dict[Any, Value] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = value = Value(var.aval, constant=const)
             self.captured.append(value)
         env.update(zip(jaxpr.invars, inputs, strict=True))
-        self.read(jaxpr, env, tracebacks)
+        self.read(jaxpr, env, calls)
         return [self.value(v, env) for v in jaxpr.outvars]
 
-    def _add(
-        self, eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], tracebacks: tuple[Any, ...]
-    ) -> None:
+    def _add(self, eqn: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...], calls: _Calls) -> None:
         name = eqn.primitive.name
         bodies = tuple(graph_of(_closed(b)) for key in _BODIES.get(name, ()) for b in _listed(eqn.params[key]))
         op = Op(
@@ -117,7 +133,7 @@ class _Reader:
             tuple(v.constant for v in inputs),
             eqn.primitive,
         )
-        node = Node(op, inputs, outputs, bodies, tracebacks)
+        node = Node(op, inputs, outputs, bodies, calls.tracebacks, calls.stack)
         if name in _CALLBACKS:
             raise NotImplementedError(
                 f"partition: {name} at {node.source or 'an unknown line'} calls back to the host, once a device and "

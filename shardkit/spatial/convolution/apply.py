@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jax import numpy as jnp
 
+from shardkit import scopes
 from shardkit.spatial.convolution.groups import grouped_conv
 from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import Index, per_shard
@@ -112,7 +113,10 @@ def _convolve_padded(conv: LocalConv, x: Array, kernel: Array, padding: list, di
             x = _pad_dilated(x, dim, lo, hi, base)
             padding[position], dilation[position] = (0, 0), 1
     out = grouped_conv(conv, x, kernel, padding, dilation)
-    return lax.psum(out, conv.sum_over) if conv.sum_over else out
+    if not conv.sum_over:
+        return out
+    with scopes.scope(scopes.REDUCTION):
+        return lax.psum(out, conv.sum_over)
 
 
 def _pad_dilated(x: Array, dim: int, lo: int, hi: int, dilation: int) -> Array:

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from shardkit import scopes
 from shardkit.spatial.exchange import Index
 from shardkit.spatial.operands import as_array
 from shardkit.spatial.pooling.reduce_window import identity
@@ -105,9 +106,10 @@ def _extreme(largest: bool, reduction: Reduction, x: Array) -> Array:
     local = (jnp.max if largest else jnp.min)(x, reduction.axis, keepdims=True)
     if not reduction.axis_names:
         return local
-    if x.dtype == np.bool_:  # pmax of booleans: as bytes
-        return _combine(largest, reduction, local.astype(np.int8)).astype(np.bool_)
-    return _combine(largest, reduction, local)
+    with scopes.scope(scopes.REDUCTION):
+        if x.dtype == np.bool_:  # pmax of booleans: as bytes
+            return _combine(largest, reduction, local.astype(np.int8)).astype(np.bool_)
+        return _combine(largest, reduction, local)
 
 
 def _combine(largest: bool, reduction: Reduction, x: Array) -> Array:
