@@ -35,6 +35,7 @@ def test_only_edges_travel(mesh_for, sizes, method):
     assert program.out_placements == ((S(1),),)
 
 
+@pytest.mark.not_smoke
 def test_backward_and_twice_sharded(mesh_for):
     x = rng.normal(size=(2, 16, 24))
     loss = lambda x: (jax.image.resize(x, (2, 32, 12), "linear") ** 2).sum()  # noqa: E731

@@ -13,7 +13,7 @@ import shardkit as sk
 from shardkit.spmd import partition
 from tests.spmd.random_programs import MESHES, program
 
-TOGETHER = 12  # programs that are compiled as one
+TOGETHER = 7  # programs that are compiled as one
 CASES = 26
 MANY = 400
 
@@ -141,7 +141,11 @@ def check(programs, traffic=False):
         assert not failed, "\n\n".join(failed)
 
 
-@pytest.mark.parametrize("case", range(CASES))
+SMOKE = 3  # a quick one
+
+
+@pytest.mark.not_smoke
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke) if c == SMOKE else c for c in range(CASES)])
 def test_as_on_one_device(case):
     check(programs_of(case), traffic=case % 3 == 0)
 

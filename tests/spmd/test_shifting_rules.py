@@ -41,6 +41,7 @@ def test_slice(part):
     along_space(check(lambda x: lax.slice(x, (0, start, 1), (4, limit, 3), (2, step, 1)), (X,), PLACE, SIZES))
 
 
+@pytest.mark.not_smoke
 def test_a_neighbours_edge_is_all_that_travels():
     ways = check(lambda x: lax.slice(x, (0, 1, 0), (4, 16, 3)), (X,), PLACE, SIZES)
     assert min(along_space(ways)) == 2 * 1 * 3 * 8
@@ -48,6 +49,7 @@ def test_a_neighbours_edge_is_all_that_travels():
     assert min(along_space(aligned)) == 0
 
 
+@pytest.mark.not_smoke
 def test_uneven_and_other_types():
     check(lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 1, 0), (0, 0, 0))), (X[:, :13],), PLACE, SIZES)
     check(lambda x: lax.slice(x, (0, 2, 0), (4, 13, 3)), (X[:, :13],), PLACE, SIZES)
