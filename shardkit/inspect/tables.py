@@ -17,6 +17,7 @@ class Table:
 
     Attributes:
       right: names of the headers whose column is aligned to the right.
+      marked: the rows to be looked at first, by number; in colour where there is colour.
     """
 
     title: str
@@ -24,6 +25,7 @@ class Table:
     rows: Sequence[Sequence[str]] = ()
     right: frozenset[str] = frozenset()
     notes: Sequence[str] = ()
+    marked: frozenset[int] = frozenset()
 
     def to_text(self) -> str:
         """Aligned columns, two spaces apart, no trailing spaces and no final newline."""
@@ -39,19 +41,22 @@ class Table:
 
     def to_html(self) -> str:
         """A `<table>` with the title as its caption and the notes below."""
-        body = "".join(f"<tr>{self._cells(row)}</tr>" for row in self.rows)
+        body = "".join(f"<tr{self._mark(number)}>{self._cells(row)}</tr>" for number, row in enumerate(self.rows))
         head = "".join(self._cell("th", header, header) for header in self.headers)
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
         head = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>" if self.rows else ""
         return f"<div><table>{caption}{head}</table>{notes}</div>"
 
+    def _mark(self, number: int) -> str:
+        return ' style="background:#fff3d6;color:#000"' if number in self.marked else ""
+
     def _cells(self, row: Sequence[str]) -> str:
         return "".join(self._cell("td", cell, header) for cell, header in zip(row, self.headers, strict=True))
 
     def _cell(self, tag: str, cell: str, header: str) -> str:
         side = "right" if header in self.right else "left"
-        return f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+        return f'<{tag} style="text-align:{side};padding:1px 8px">{html.escape(cell)}</{tag}>'
 
     def to_rich(self) -> rich.table.Table:
         """The same for `rich.print`."""
@@ -66,8 +71,8 @@ class Table:
         )
         for header in self.headers if self.rows else ():
             table.add_column(header, justify="right" if header in self.right else "left")
-        for row in self.rows:
-            table.add_row(*map(plain, row))
+        for number, row in enumerate(self.rows):
+            table.add_row(*map(plain, row), style="yellow" if number in self.marked else None)
         return table
 
 

@@ -104,10 +104,11 @@ def reduce_to(
     deeper = [_deeper(x, target) for x, target in zip(leaves, targets, strict=True)]
     jobs = tuple(_job(x, target, reduce_dtype) for x, target in zip(leaves, deeper, strict=True))
     done = _compiled(targets[0].mesh, jobs, bucket_bytes)([x.stack for x in leaves])
-    return [
-        x if now is target else reshard(x, target.spec_for(x.ndim), target.mesh)
-        for x, now, target in zip(done, deeper, targets, strict=True)
-    ]
+    with scopes.scope(scopes.GRADIENTS):
+        return [
+            x if now is target else reshard(x, target.spec_for(x.ndim), target.mesh)
+            for x, now, target in zip(done, deeper, targets, strict=True)
+        ]
 
 
 def _deeper(x: PartialArray, target: Layout) -> Layout:
@@ -249,7 +250,8 @@ def _alone(job: _Job, x: jax.Array, mesh: AnyMesh) -> jax.Array:
     scattered = State(goal.dims, job.total)
     steps = [Step("reduce_scatter", sliced, scattered)] if job.scatter else []
     steps += [Step("reduce", scattered, goal)] if job.total else []
-    return take(job.problem, steps, tuple(mesh.axis_names), x)
+    with scopes.scope(scopes.GRADIENTS):
+        return take(job.problem, steps, tuple(mesh.axis_names), x)
 
 
 def _row(job: _Job, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Container
 
 from shardkit.inspect import hlo
 from shardkit.inspect.shapes import arrays, parse_shape
@@ -131,6 +132,20 @@ class Lines:
                 break
             name = here.operands[0]
         return "", ()
+
+    def before(self, name: str, collectives: Container[str]) -> str | None:
+        """The collective whose result, as it came or a slice of it, an instruction's first operand is."""
+        at = self.home.get(name, "")
+        here = self._read(at, name)
+        for _ in range(_NEAR):
+            if here is None or not here.operands:
+                return None
+            if here.operands[0] in collectives:
+                return here.operands[0]
+            here = self._read(at, here.operands[0])
+            if here is not None and here.opcode not in _PASSING and not here.opcode.endswith(("-done", "-update")):
+                return None
+        return None
 
     def origin(self, name: str) -> Input | None:
         """The input of the program that an instruction moves as it came; None: something else."""

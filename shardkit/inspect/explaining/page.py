@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import rich.console
 
+from shardkit.inspect.explaining.bars import bar
 from shardkit.inspect.explaining.estimate import Estimate, runs
 from shardkit.inspect.explaining.leaf import Leaf
 from shardkit.inspect.explaining.purposes import PURPOSES, UNEXPLAINED
@@ -157,11 +159,26 @@ class Explanation:
         return "\n\n".join([self._headline(), *(table.to_text() for table in self._tables())])
 
     def _repr_html_(self) -> str:
-        tables = "".join(f'<div style="margin-top:1em">{table.to_html()}</div>' for table in self._tables())
-        return f"<div>{Table(self._headline()).to_html()}{tables}</div>"
+        inputs, outputs, wire, memory, *rest = (table.to_html() for table in self._tables())
+        parts = [inputs, outputs, wire + self._wire_bar(), memory + self._memory_bar(), *rest]
+        blocks = "".join(f'<div style="margin-top:1em">{part}</div>' for part in parts)
+        return f"<div><b>{html.escape(self._headline())}</b>{blocks}</div>"
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield rich.console.Group(self._headline(), *(table.to_rich() for table in self._tables()))
+
+    def _wire_bar(self) -> str:
+        sizes = [(p, sum(e.bytes for e in self.of(p))) for p in PURPOSES]
+        return bar([(p, size, format_bytes(size)) for p, size in sizes if size], self.bytes_per_device)
+
+    def _memory_bar(self) -> str:
+        if self.memory is None:
+            return ""
+        used = _in_use(self.memory)
+        given = {"arguments": self.memory.arguments, "outputs": self.memory.outputs - max(self.memory.aliased, 0)}
+        sizes = given | {"temporaries": self.memory.temporaries, "program": self.memory.generated_code}
+        parts = [(name, size, format_bytes(size)) for name, size in sizes.items() if size > 0]
+        return bar(parts, max(used, self.capacity or 0, sum(size for _, size, _ in parts)))
 
     def _headline(self) -> str:
         mesh = "no mesh" if self.mesh_axes is None else "mesh " + ", ".join(f"{n}={s}" for n, s in self.mesh_axes)
@@ -215,13 +232,15 @@ class Explanation:
             [[row[at] for at in kept] for row in shown],
             frozenset({"count", "bytes/device", "at best"}) - silent,
             notes,
+            frozenset(at for at, key in enumerate(keys[:LINES]) if key[0] == UNEXPLAINED),
         )
 
     def _memory_table(self) -> Table:
         if self.memory is None:
             return Table("Memory on one device: this backend doesn't analyse it.")
-        parts = ("arguments", "outputs", "temporaries", "aliased")
-        row = [format_bytes(getattr(self.memory, part)) for part in parts]
+        parts = ("arguments", "outputs", "temporaries", "aliased", "program")
+        sizes = dataclasses.asdict(self.memory) | {"program": self.memory.generated_code}
+        row = [format_bytes(sizes[part]) for part in parts]
         used = _in_use(self.memory)
         if self.capacity is None:
             verdict = "what one device has isn't known"

@@ -49,9 +49,11 @@ _WINDOWED = _words(
 _SUMMING = _words(
     "dot_general ragged_dot conv_general_dilated reduce reduce_sum reduce_max reduce_min reduce_prod "
     "reduce_and reduce_or reduce_xor argmax argmin cumsum cumlogsumexp cummax cummin cumprod scatter "
-    "scatter-add scatter_add gather sort dynamic_slice add_any "
-    # Linear operations that a sum may be moved past.
-    "transpose reshape squeeze convert_element_type broadcast_in_dim mul div neg sub integer_pow square"
+    "scatter-add scatter_add gather sort dynamic_slice add_any"
+)
+# What a sum may be moved past.
+_LINEAR = _words(
+    "transpose reshape squeeze convert_element_type broadcast_in_dim mul div neg sub add integer_pow square select_n"
 )
 _ASKING = _words("sharding_constraint reshard device_put sk_reshard mesh_cast")
 _WRITTEN = _words(
@@ -247,7 +249,7 @@ def _inserted(operation: str, collective: Collective, name: str, elements: Seque
     if collective.kind in _REDUCING:
         if found := _gradient(collective, name, elements, facts):
             return found
-        if operation in _SUMMING or _is_reduction(collective, operation):
+        if operation in _SUMMING | _LINEAR or _is_reduction(collective, operation):
             return Reason(REDUCTION, by)
         if name and collective.name in facts.makers:
             return Reason(REDUCTION, f"sum of what {operation} made (the compiler dropped its name)")
@@ -267,10 +269,12 @@ def _is_reduction(collective: Collective, operation: str) -> bool:
 
 
 def _gradient(collective: Collective, name: str, elements: Sequence[int], facts: Facts) -> Reason | None:
-    if "transpose(" not in name:
-        return None
-    if facts.data_axes and collective.axes is not None and not set(collective.axes) & set(facts.data_axes):
-        return None  # the activations' gradients
+    over_data = bool(set(collective.axes or ()) & set(facts.data_axes))
+    if "transpose(" in name:
+        if not over_data and facts.data_axes and collective.axes is not None:
+            return None  # an activation's gradient
+    elif "jvp(" in name or not over_data or primitive(name) not in _WRITTEN | _LINEAR | {"reduce_sum"}:
+        return None  # forward; or a norm of the update, its matrix products
     # A gradient may be made in equal pieces, one a group of a grouped convolution.
     counts = [*elements, *(count * elements.count(count) for count in dict.fromkeys(elements))]
     found = dict.fromkeys(p for count in counts if (p := facts.as_large(count, collective.in_loop)))

@@ -10,7 +10,7 @@ from shardkit import sources
 from shardkit.inspect import hlo
 from shardkit.inspect.explaining.leaf import Leaf, data_axes_of, parameters_of, root_of
 from shardkit.inspect.explaining.origins import Lines
-from shardkit.inspect.explaining.purposes import Facts, Parameter, Reason, reason
+from shardkit.inspect.explaining.purposes import UNEXPLAINED, Facts, Parameter, Reason, reason
 from shardkit.inspect.extract import extract
 from shardkit.inspect.report import Collective
 
@@ -40,7 +40,17 @@ def read_reasons(
     makers = {c.name: [(m.op_name, m.elements) for m in lines.makers(c.name)] for c in found if not c.op_name}
     parameters = _parameters(inputs, outputs, param_argnums)
     facts = Facts(parameters, data_axes_of(inputs, parameters), _moved(lines, found, inputs), makers)
-    return [(collective, reason(collective, facts)) for collective in found]
+    reasons: dict[str, Reason] = {}
+    for collective in found:
+        why = reason(collective, facts)
+        earlier = (
+            lines.before(collective.name, reasons) if why.purpose == UNEXPLAINED and not collective.op_name else None
+        )
+        if earlier is not None and (first := reasons[earlier]).purpose != UNEXPLAINED:
+            # Compilers take some apart: a reduce-scatter of uneven parts ends in a permute.
+            why = Reason(first.purpose, f"goes on with {first.what}")
+        reasons[collective.name] = why
+    return [(collective, reasons[collective.name]) for collective in found]
 
 
 def _parameters(inputs: tuple[Leaf, ...], outputs: tuple[Leaf, ...], argnums: Any) -> tuple[Parameter, ...]:

@@ -41,14 +41,15 @@ def collective(kind, op_name, *, dims=(64, 32), axes=("dp",), size=4, in_loop=Fa
         ("reduce_scatter", "jit(f)/sk.gradients/sk.reshard/psum_scatter", "gradient reduction"),
         ("all_gather", "jit(f)/sk.parameters/all_gather", "parameter gather"),
         ("reduce_scatter", BACKWARD + "sk.parameters/reduce_scatter", "gradient reduction"),
-        ("all_reduce", "jit(f)/sk.reduction/psum", "reduction"),
+        ("all_reduce", "jit(f)/jvp()/sk.reduction/psum", "reduction"),
         ("all_to_all", "jit(f)/sk.reshard/all_to_all", "reshard"),
         ("all_reduce", "jit(f)/jvp()/sk.reshard/psum", "reduction"),
         ("all_reduce", "jit(f)/transpose(jvp(sk.reshard))/psum", "gradient reduction"),
         # What the user wrote.
         ("all_to_all", "jit(f)/shard_map/all_to_all", "reshard"),
         ("collective_permute", "jit(f)/shard_map/ppermute", "reshard"),
-        ("all_reduce", "jit(f)/shard_map/psum_invariant", "reduction"),
+        ("all_reduce", "jit(f)/jvp()/shard_map/psum_invariant", "reduction"),
+        ("all_reduce", "jit(f)/shard_map/psum", "gradient reduction"),  # after the derivative
         ("all_reduce", BACKWARD + "shard_map/psum_invariant", "gradient reduction"),
         # What XLA inserted.
         ("collective_permute", "jit(f)/conv_general_dilated", "halo"),
