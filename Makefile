@@ -3,7 +3,7 @@
 VENV   ?= .venv
 EXTRAS ?= dev
 ARGS   ?=
-BENCH  ?= ring_conv
+BENCH  ?= all
 
 # The first interpreter that really runs (a pyenv shim may only say "command not found") and has venv.
 USABLE  = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -32,8 +32,11 @@ demo: $(STAMP) ## train a small model on images cut over simulated devices
 test: $(STAMP) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: $(STAMP) ## ring convolution (BENCH=reshard, optimizer, partition: those) beside XLA's own partitioner
+bench: $(STAMP) ## all benchmarks, takes long (BENCH=ring_conv, reshard, optimizer, partition, scaling, peers: that one)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
+ifneq ($(BENCH),all)
+	$(BIN)/python benchmarks/all.py --table
+endif
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ transformer of 111 million parameters described by shapes (on the CPU: 4 million
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -33,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
-from tables import HERE, between, in_turns, markdown, versions  # noqa: E402
+from tables import HERE, between, in_turns, markdown, options, versions  # noqa: E402
 
 import shardkit as sk  # noqa: E402
 
@@ -317,12 +316,9 @@ def load() -> tuple[list[Row], list[list[str]], list[list[str]], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = options(__doc__, rounds=9)
     parser.add_argument("--targets", action="store_true", help=f"also {TARGETS}, and the large model on the CPU")
     parser.add_argument("--only", help="one target of these")
-    parser.add_argument("--dry", action="store_true", help="don't write the results")
-    parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
     if arguments.rewrite:
         write(*load())

@@ -10,7 +10,6 @@ arguments placed alike, on simulated CPU devices; neither is told where results 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -31,7 +30,7 @@ from jax.sharding import AbstractMesh  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
-from tables import HERE, between, counts, in_turns, markdown, versions  # noqa: E402
+from tables import HERE, between, counts, in_turns, markdown, options, versions  # noqa: E402
 
 import shardkit as sk  # noqa: E402
 
@@ -412,13 +411,10 @@ def load() -> tuple[list[Row], list[Scale], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="of a step")
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--compiles", type=int, default=3, help="rounds of tracing and compiling")
     parser.add_argument("--only", help="rows with this in their name")
     parser.add_argument("--part", choices=("steps", "scale"), help="only this; stored results of the other stay")
-    parser.add_argument("--dry", action="store_true", help="don't write the results")
-    parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
     if arguments.rewrite:
         write(*load())

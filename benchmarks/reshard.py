@@ -9,7 +9,6 @@ contributions), ``jax.sharding.reshard`` on Explicit axes and, eagerly, ``jax.de
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
-from tables import HERE, between, counts, in_turns, markdown, versions  # noqa: E402
+from tables import HERE, between, counts, in_turns, markdown, options, versions  # noqa: E402
 
 import shardkit as sk  # noqa: E402
 
@@ -279,11 +278,7 @@ def write(rows: list[Row], costs: dict[str, float], rounds: int, where: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dry", action="store_true", help="don't write the results")
-    parser.add_argument("--rewrite", action="store_true", help="write the table again from the stored results")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, rounds=15).parse_args()
     if arguments.rewrite:
         stored = json.loads((HERE / "results" / "reshard.json").read_text())
         write([Row(**row) for row in stored["rows"]], stored["costs"], stored["rounds"], stored["versions"])

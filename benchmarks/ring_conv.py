@@ -11,7 +11,6 @@ machine whose speed drifts slows both; the ratio of the medians is what counts. 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -31,7 +30,7 @@ from flax import nnx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
-from tables import HERE, between, counts, in_turns, markdown, versions  # noqa: E402
+from tables import HERE, between, counts, in_turns, markdown, options, versions  # noqa: E402
 
 import shardkit as sk  # noqa: E402
 
@@ -256,8 +255,7 @@ def sweep(count: int, console: Console) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--devices", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--sweep", type=int, default=0, help="check that many random configurations instead")
     parser.add_argument(
@@ -265,8 +263,6 @@ def main() -> None:
         nargs="*",
         help=f"compile for described hardware instead: {', '.join(described.TARGETS)} (default: both, and cpu)",
     )
-    parser.add_argument("--dry", action="store_true", help="don't write the results")
-    parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
     arguments = parser.parse_args()
     console = Console()
     if arguments.rewrite:

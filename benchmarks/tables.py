@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -22,6 +23,16 @@ SHORT = {
     "all_to_all": "all-to-all",
     "reduce_scatter": "reduce-scatter",
 }
+
+
+def options(about: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """What every benchmark can be asked for; ``rounds``: as many by default, of those that are timed in turns."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="in turns, of which the median is taken")
+    parser.add_argument("--dry", action="store_true", help="don't write the results")
+    parser.add_argument("--rewrite", action="store_true", help="write the tables again from the stored results")
+    return parser
 
 
 def counts(kinds: Mapping[str, int]) -> str:

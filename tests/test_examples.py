@@ -73,6 +73,13 @@ def test_fundus_gathers_nothing(fundus):
     assert permutes[1] == "sp"
 
 
+def test_fundus_has_a_reason_for_every_collective(fundus):
+    done, _ = fundus
+    wire = rows(done.stdout, "Collectives of one training step on {'dp': 2, 'sp': 4}")
+    assert {r[5] for r in wire} == {"halo", "gradient reduction", "reduction"}
+    assert "asks for" not in done.stdout
+
+
 def test_fundus_draws_a_picture(fundus):
     from matplotlib import image
 
@@ -124,6 +131,14 @@ def test_charlm_reduces_once_and_not_in_the_loop(charlm):
     assert [r[3] for r in over_dp if r[0] == "reduce_scatter"] == ["1"]
     assert {(r[0], r[1]) for r in wire if r[2] == "2x in the loop"} == {("all_reduce", "tp")}
     assert '0 collectives over "dp"' in done.stdout
+
+
+def test_charlm_has_a_reason_for_every_collective(charlm):
+    done, _ = charlm
+    wire = rows(done.stdout, "Collectives of one training step")
+    assert {r[6] for r in wire} == {"gradient reduction", "parameter gather", "reduction"}
+    assert {r[6] for r in wire if "dp" not in r[1]} == {"reduction"}  # of activations, along "tp"
+    assert "asks for" not in done.stdout
 
 
 def test_charlm_keeps_optimizer_state_cut_over_all_devices(charlm):

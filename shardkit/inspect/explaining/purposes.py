@@ -93,8 +93,8 @@ class Facts:
       parameters: the leaves that parameters are taken to be.
       data_axes: the mesh axes along which devices see different examples, or parts of them; empty: unknown.
       inputs: by the name of an HLO instruction, the input that it moves, where that's an input as it came.
-      makers: by the name of an HLO instruction that has lost its own, what made its operands: names and numbers of
-        elements.
+      makers: by the name of an HLO instruction that hasn't one name for each of its results, what made its operands:
+        names and numbers of elements.
     """
 
     parameters: Sequence[Parameter] = ()
@@ -135,8 +135,9 @@ def reason(collective: Collective, facts: Facts) -> Reason:
       'unexplained'
     """
     names, shapes = op_names(collective.op_name), collective.shapes
-    if not names:  # the compiler dropped it
-        made = [(name, count) for name, count in facts.makers.get(collective.name, ()) if name]
+    made = [(name, count) for name, count in facts.makers.get(collective.name, ()) if name]
+    one_of_several = len(names) == 1 < len(shapes) and scopes.scope_of(names[0]) is None and made
+    if not names or one_of_several:  # the compiler dropped it, or all but one
         parts = [(sum(counts), _reason(collective, name, counts, facts)) for name, counts in _by_name(made).items()]
     elif len(names) == len(shapes):
         parts = [
@@ -251,7 +252,7 @@ def _inserted(operation: str, collective: Collective, name: str, elements: Seque
             return found
         if operation in _SUMMING | _LINEAR or _is_reduction(collective, operation):
             return Reason(REDUCTION, by)
-        if name and collective.name in facts.makers:
+        if name and not collective.op_name:
             return Reason(REDUCTION, f"sum of what {operation} made (the compiler dropped its name)")
     if collective.kind == "all_gather" and (gathered := _parameter(collective, name, elements, facts)):
         return gathered

@@ -10,7 +10,7 @@ from shardkit import sources
 from shardkit.inspect import hlo
 from shardkit.inspect.explaining.leaf import Leaf, data_axes_of, parameters_of, root_of
 from shardkit.inspect.explaining.origins import Lines
-from shardkit.inspect.explaining.purposes import UNEXPLAINED, Facts, Parameter, Reason, reason
+from shardkit.inspect.explaining.purposes import UNEXPLAINED, Facts, Parameter, Reason, op_names, reason
 from shardkit.inspect.extract import extract
 from shardkit.inspect.report import Collective
 
@@ -37,7 +37,8 @@ def read_reasons(
     """
     lines = Lines(text, module)
     found = tuple(_with_source(c, lines) for c in extract(module, mesh_axes))
-    makers = {c.name: [(m.op_name, m.elements) for m in lines.makers(c.name)] for c in found if not c.op_name}
+    unsure = [c for c in found if len(op_names(c.op_name)) != len(c.shapes)]
+    makers = {c.name: [(m.op_name, m.elements) for m in lines.makers(c.name)] for c in unsure}
     parameters = _parameters(inputs, outputs, param_argnums)
     facts = Facts(parameters, data_axes_of(inputs, parameters), _moved(lines, found, inputs), makers)
     reasons: dict[str, Reason] = {}

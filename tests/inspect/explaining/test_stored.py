@@ -49,10 +49,9 @@ def recount(text):
                 continue
             seen.add(channel)
         arrays = re.findall(r"(f32|bf16|pred|s32|u32)\[([\d,]*)\]", shape)
-        if start and kind in ("all-gather", "all-to-all"):  # (operands, results)
+        if start and kind != "all-reduce":  # (operands, results, counters)
+            arrays = [array for array in arrays if array != ("u32", "")]
             arrays = arrays[len(arrays) // 2 :]
-        if start and kind == "collective-permute":
-            arrays = arrays[1:2]
         size = sum(widths[t] * math.prod(int(n) for n in dims.split(",") if n) for t, dims in arrays)
         if kind == "collective-permute":
             received = size
