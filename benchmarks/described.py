@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +163,10 @@ def fundus(mesh: Any, ring: bool, side: int) -> tuple[Callable, tuple]:
 
 
 def mesh_for(target: str, axes: dict[str, int]) -> Any:
-    return sk.make_mesh(axes) if target == "cpu" else sk.target_mesh(target, axes)
+    if target == "cpu":
+        return sk.make_mesh(axes)
+    alone = target.startswith("tpu:v5e") and math.prod(axes.values()) == 1
+    return sk.target_mesh("tpu:v5e:1x1" if alone else target, axes)
 
 
 def jobs(targets: list[str]) -> list[tuple[str, str, str, Callable[[], Figures]]]:

@@ -211,9 +211,13 @@ def standing_in(mesh: Mesh | None) -> Iterator[None]:
         _stand_in.reset(token)
 
 
-def _or_stand_in(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def or_stand_in(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh, or the one that stands in for those of its axes."""
     other = _stand_in.get()
-    return mesh if other is None or mesh.axis_names != other.axis_names else other
+    if other is None or set(mesh.axis_names) != set(other.axis_names):
+        return mesh
+    # Abstract: JAX keeps traces by that, so that one for a kind of devices must not name some of them.
+    return other.abstract_mesh
 
 
 def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> Mesh | AbstractMesh:
@@ -233,11 +237,11 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> M
             )
         return ambient
     if mesh is not None:
-        return _or_stand_in(mesh)
+        return or_stand_in(mesh)
     for value in values:
         found = mesh_of(value)
         if found is not None:
-            return _or_stand_in(found)
+            return or_stand_in(found)
     if ambient is not None:
         return ambient
     raise ValueError(

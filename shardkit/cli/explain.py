@@ -60,7 +60,7 @@ def read_mesh(text: str) -> dict[str, int]:
         sizes = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
         sizes = {}
-    if not sizes or not all(sizes):
+    if not sizes or not all(sizes) or len(sizes) != len(text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=2,sp=4")
     return sizes
 

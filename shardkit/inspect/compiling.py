@@ -31,6 +31,20 @@ class Program:
     names: tuple[Sequence[str], Sequence[str]] = ((), ())
 
 
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A program before XLA has seen it; fields as of `Program`."""
+
+    lowered: Any
+    jaxpr: Any
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
+    names: tuple[Sequence[str], Sequence[str]] = ((), ())
+
+    def compile(self) -> Program:
+        """The program that XLA makes of it."""
+        return Program(_plain(self.lowered.compile()), self.jaxpr, self.arguments, self.names)
+
+
 def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
     """Compiles `fun` for the given arguments; nothing is run.
 
@@ -42,6 +56,12 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     Raises:
       TypeError: `fun` is nothing of that kind, or arguments were given for a program that has them.
     """
+    staged = lower_program(fun, args, kwargs)
+    return staged if isinstance(staged, Program) else staged.compile()
+
+
+def lower_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Staged | Program:
+    """The same up to XLA; a program that is compiled already stays so."""
     stage = _stage(fun)
     if stage is not None:
         if args or kwargs:
@@ -52,19 +72,20 @@ def compile_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if stage == "compiled":
             return Program(_plain(fun), None, ((), {}))
         if stage == "lowered":
-            return Program(_plain(fun.compile()), None, ((), {}))
-        return Program(_plain(fun.lower().compile()), fun.jaxpr, ((), {}))
+            return Staged(fun, None, ((), {}))
+        return Staged(fun.lower(), fun.jaxpr, ((), {}))
     if not callable(fun):
         raise TypeError(
             "expected a function, a jitted function, or a jax.stages Traced, Lowered or Compiled; "
             f"got {type(fun).__name__}."
         )
     staged: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
+    arguments = (tuple(args), kwargs)
     if hasattr(staged, "trace"):
         traced = staged.trace(*args, **kwargs)
         names = fun.leaf_names(*args, **kwargs) if hasattr(fun, "leaf_names") else ((), ())
-        return Program(_plain(traced.lower().compile()), getattr(traced, "jaxpr", None), (tuple(args), kwargs), names)
-    return Program(_plain(staged.lower(*args, **kwargs).compile()), None, (tuple(args), kwargs))
+        return Staged(traced.lower(), getattr(traced, "jaxpr", None), arguments, names)
+    return Staged(staged.lower(*args, **kwargs), None, arguments)
 
 
 def _plain(compiled: Any) -> Any:
@@ -117,15 +138,16 @@ def find_mesh(program: Program, num_devices: int, mesh: AnyMesh | None = None) -
                 f"{num_devices}; pass the mesh of its arguments, or leave mesh= out to have it found."
             )
         return mesh_axes(mesh)
-    for candidate in _candidates(program):
+    for candidate in meshes_of(program):
         if not candidate.empty and candidate.size == num_devices:
             return mesh_axes(candidate)
     return None
 
 
-def _candidates(program: Program) -> Iterator[AnyMesh]:
+def meshes_of(program: Program | Staged) -> Iterator[AnyMesh]:
+    """The meshes that a program mentions, those that say most first."""
     yield from _meshes_of_leaves(program.arguments)
-    yield from _meshes_of_leaves(_shardings(program.compiled))
+    yield from _meshes_of_leaves(_shardings(getattr(program, "compiled", None)))
     if program.jaxpr is not None:
         yield from _meshes_of_jaxpr(program.jaxpr)
     yield jax.sharding.get_abstract_mesh()

@@ -273,6 +273,18 @@ def called_computations(instruction: Instruction) -> tuple[str, ...]:
     return tuple(name for key in keys if key in attributes for name in _NAME.findall(attributes[key]))
 
 
+def has_branches(module: Module) -> bool:
+    """Whether a conditional in it has collectives in one of its branches."""
+    return any(
+        not module.computations[name].opcodes.isdisjoint(COLLECTIVE_OPCODES)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "conditional"
+        for name in called_computations(instruction)
+        if name in module.computations
+    )
+
+
 def loop_computations(instruction: Instruction) -> tuple[str, ...]:
     """Names of the body and the condition of a `while`; empty for any other instruction."""
     if instruction.opcode != "while":

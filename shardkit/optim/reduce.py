@@ -240,7 +240,8 @@ def _mine(job: _Job, stack: jax.Array, mesh: AnyMesh) -> jax.Array:
     source, sliced, _ = job.states
     x = stack.reshape(stack.shape[len(job.layout.partial_axes) :])
     if sliced != source:
-        x = take(job.problem, [Step("slice", source, sliced)], tuple(mesh.axis_names), x)
+        with scopes.scope(scopes.GRADIENTS):
+            x = take(job.problem, [Step("slice", source, sliced)], tuple(mesh.axis_names), x)
     return x.astype(job.dtype)
 
 

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from shardkit.arrays import PartialArray, is_whole
-from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of
+from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of, or_stand_in
 from shardkit.optim.gather import gather_together
 from shardkit.optim.homes import Home, check_match, homes_of, labelled, named_path, places_beside
 from shardkit.optim.reduce import reduce_to
@@ -97,6 +97,7 @@ def shard_optimizer(
     def place(tree: Any) -> AnyMesh:
         leaves = jax.tree.leaves(tree, is_leaf=is_whole)
         found = mesh if mesh is not None else next((m for m in map(mesh_of, leaves) if m is not None), None)
+        found = None if found is None else or_stand_in(found)
         if found is None:
             raise ValueError("shard_optimizer found no mesh on the parameters; give mesh=, or place them first")
         check_axis(axis, found)

@@ -10,7 +10,7 @@ from shardkit.inspect import Collective, CollectiveReport, collectives
 from shardkit.inspect.compiling import AnyMesh
 from shardkit.inspect.tables import format_bytes
 
-FIELDS = ("kind", "axes", "bytes", "in_loop")
+FIELDS = ("kind", "reduction", "axes", "bytes", "in_loop")
 
 
 def assert_same_collectives(
@@ -23,7 +23,8 @@ def assert_same_collectives(
       other: the one it is compared with: the same.
       *args: arguments of both: arrays, or ``jax.ShapeDtypeStruct``s with shardings.
       mesh: the mesh whose axes are named, if it can't be found from the arguments.
-      by: what must agree: of "kind", "axes", "bytes" (that one device receives) and "in_loop".
+      by: what must agree: of "kind", "reduction" (add, max, ...), "axes", "bytes" (that one device receives) and
+        "in_loop".
 
     Returns:
       The report of ``fun``, for more checks.
@@ -57,6 +58,7 @@ def _said(entry: Collective, by: Sequence[str]) -> str:
     over = "?" if entry.axes is None else ",".join(map(str, entry.axes))
     texts = {
         "kind": entry.kind,
+        "reduction": entry.reduction or "",
         "axes": f"over {over}",
         "bytes": f"{entry.bytes} bytes ({format_bytes(entry.bytes)}) a device",
         "in_loop": "in a loop" if entry.in_loop else "",

@@ -35,7 +35,7 @@ def test_the_same_collectives(mesh):
         testing.assert_same_collectives(twice, forth, x)
     assert str(caught.value) == (
         "the programs' collectives differ: 1 wanted (-), 3 found (+):\n"
-        "+ all_reduce, over sp, 24 bytes (24 B) a device\n"
+        "+ all_reduce, add, over sp, 24 bytes (24 B) a device\n"
         "+ collective_permute, over sp, 16 bytes (16 B) a device\n"
         "  1 is the same"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,25 +12,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardkit.inspect import compiling, hlo
 from shardkit.inspect.collectives import text_of
-from shardkit.inspect.explaining.estimate import estimate, seconds
+from shardkit.inspect.explaining.asked import constrained_sizes, named_arguments
+from shardkit.inspect.explaining.estimate import Estimate, estimate, seconds
+from shardkit.inspect.explaining.explained import Explained
 from shardkit.inspect.explaining.flops import count_flops
 from shardkit.inspect.explaining.leaf import Leaf
-from shardkit.inspect.explaining.leaves import inputs_of, outputs_of
-from shardkit.inspect.explaining.page import Explained, Explanation
+from shardkit.inspect.explaining.leaves import inputs_before, inputs_of, outputs_of
+from shardkit.inspect.explaining.machine import TooLargeError, compile_for
+from shardkit.inspect.explaining.page import Explanation
 from shardkit.inspect.explaining.purposes import Reason
 from shardkit.inspect.explaining.read import read_reasons
-from shardkit.inspect.explaining.retarget import retarget
 from shardkit.inspect.memory import MemoryReport, memory
 from shardkit.inspect.report import Collective
 from shardkit.inspect.targets.hardware import Hardware, hardware_of
-from shardkit.meshes import standing_in
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 def explain(
@@ -52,9 +46,9 @@ def explain(
       *args: arguments of ``fun``: arrays, ``jax.ShapeDtypeStruct``, pytrees of these.
       mesh: the machine to ask about. Arguments that are placed on another mesh with these axes are taken to be placed
         alike on this one, those that say nothing to be replicated; functions of this library that were given a mesh
-        with these axes take this one. By default: where the arguments are.
+        with these axes take this one. An AbstractMesh only names axes. By default: where the arguments are.
       param_argnums: the arguments that are parameters, whose gathers and gradients are to be called so. By default
-        those arrays that come out again in the same shape and dtype.
+        those arrays that come out again in the same shape and dtype, where there is a backward pass.
       **kwargs: keyword arguments of ``fun``.
 
     Returns:
@@ -63,7 +57,9 @@ def explain(
     Raises:
       TypeError: ``fun`` isn't a function or program, or looks at the values of its arguments, so that shapes don't
         suffice to compile it.
-      ValueError: placements that don't fit ``mesh``; a function that names devices of another mesh.
+      ValueError: placements that don't fit ``mesh``; a function that names devices of another mesh; no such parameters.
+
+    Moves that a jitted function's ``out_shardings`` ask for are called unexplained: the compiled program doesn't tell.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk
@@ -75,14 +71,19 @@ def explain(
     """
     name = getattr(fun, "__name__", None) or type(fun).__name__
     start = time.perf_counter()
-    program = _compile(fun, args, kwargs, mesh, name)
+    try:
+        program = compile_for(fun, args, kwargs, mesh, name)
+    except TooLargeError as error:
+        return _too_large(error, mesh, name, time.perf_counter() - start)
     took = time.perf_counter() - start
     text = text_of(program.compiled)
     module = hlo.parse_module(text)
     devices = module.num_partitions * module.num_replicas
     axes = compiling.find_mesh(program, devices, mesh)
     inputs, outputs = inputs_of(program), outputs_of(program)
-    reasons = read_reasons(text, module, axes, inputs, outputs, param_argnums)
+    parameters = None if param_argnums is None else named_arguments(fun, args, inputs, param_argnums)
+    asked = frozenset() if program.jaxpr is None else constrained_sizes(program.jaxpr)
+    reasons = read_reasons(text, module, axes, inputs, outputs, parameters, asked)
     found = tuple(collective for collective, _ in reasons)
     assignment = _devices(program, mesh, devices)
     hosts = [getattr(device, "process_index", 0) for device in assignment] or [0] * devices
@@ -108,42 +109,40 @@ def explain(
         compiler_flops=_compiler_flops(program.compiled),
         estimate=None if hardware is None else estimate(hardware, share, moved, found, hosts),
         compile_seconds=took,
-        notes=_notes(inputs, outputs, axes),
+        notes=_notes(inputs, outputs, axes, branches=hlo.has_branches(module)),
     )
 
 
-def _compile(fun: Any, args: tuple, kwargs: dict, mesh: Any, name: str) -> compiling.Program:
-    if isinstance(mesh, Mesh) and (args or kwargs):
-        args, kwargs = retarget((args, kwargs), mesh)
-    try:
-        with _as_if_on(mesh):
-            return compiling.compile_program(fun, args, kwargs)
-    except _NEEDS_VALUES as error:
-        raise TypeError(
-            f"explain: {name} looks at the values of its arguments, so that it can't be compiled from their shapes: "
-            f"{str(error).splitlines()[0]} Arguments that must be known (sizes, flags) go into functools.partial, or "
-            "are static (jax.jit(fun, static_argnums=...)); branches on values are jax.lax.cond."
-        ) from error
-    except ValueError as error:
-        if "incompatible devices" not in str(error):
-            raise
-        raise ValueError(
-            f"explain: {name} names devices of another mesh than its arguments are on"
-            + (f" (or than mesh={dict(mesh.shape)})" if mesh is not None else "")
-            + ": a sharding, a shard_map or in_shardings in it was made for that mesh. Make it for this one, or leave "
-            f"the mesh open (a PartitionSpec under jax.set_mesh). JAX says: {str(error).splitlines()[0]}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _as_if_on(mesh: Any) -> Iterator[None]:
-    """The mesh is ambient, and stands in for those of its axes that functions of this library were bound to."""
-    if not isinstance(mesh, Mesh):
-        yield
-        return
-    # The ambient mesh is part of what JAX remembers traces by, too: one for another mesh isn't taken for this one.
-    with standing_in(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        yield
+def _too_large(error: TooLargeError, mesh: Any, name: str, took: float) -> Explanation:
+    """What can be said of a program that its compiler refuses for want of memory."""
+    staged = error.staged
+    inputs = inputs_before(staged)
+    own = next((m for m in compiling.meshes_of(staged) if isinstance(m, Mesh)), None)
+    on = mesh if isinstance(mesh, Mesh) else own
+    assignment = [] if on is None else list(on.devices.flat)
+    kind = assignment[0].device_kind if assignment else "unknown device"
+    hardware, devices = hardware_of(kind), max(len(assignment), 1)
+    flops = None if staged.jaxpr is None else count_flops(staged.jaxpr)
+    share = None if flops is None else flops.total / devices
+    return Explanation(
+        name=name,
+        device_kind=kind,
+        devices=devices,
+        hosts=len({getattr(device, "process_index", 0) for device in assignment}) or 1,
+        mesh_axes=None if on is None else compiling.mesh_axes(on),
+        inputs=inputs,
+        outputs=(),
+        collectives=(),
+        memory=None,
+        capacity=_capacity(assignment, hardware),
+        flops=share,
+        flops_exact=flops is None or flops.exact,
+        compiler_flops=None,
+        estimate=None if hardware is None else Estimate(share and share / hardware.flops, None, None, hardware.source),
+        compile_seconds=took,
+        notes=_notes(inputs, (), "known"),
+        refusal=error.said,
+    )
 
 
 def _explained(collective: Collective, why: Reason, hardware: Hardware | None, hosts: Sequence[int]) -> Explained:
@@ -187,8 +186,10 @@ def _compiler_flops(compiled: Any) -> float | None:
     return None
 
 
-def _notes(inputs: Sequence[Leaf], outputs: Sequence[Leaf], axes: Any) -> tuple[str, ...]:
+def _notes(inputs: Sequence[Leaf], outputs: Sequence[Leaf], axes: Any, *, branches: bool = False) -> tuple[str, ...]:
     notes = []
+    if branches:
+        notes.append("Of a conditional, the collectives of all branches are in the totals.")
     if axes is None:
         notes.append("No mesh is known: axes are shown as ?. Pass mesh=.")
     unused = [leaf.name for leaf in inputs if not leaf.used]

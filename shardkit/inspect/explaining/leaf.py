@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from shardkit.inspect.explaining.purposes import Parameter
@@ -35,13 +36,17 @@ class Leaf:
 
 
 def parameters_of(inputs: tuple[Leaf, ...], outputs: tuple[Leaf, ...]) -> tuple[Parameter, ...]:
-    """The inputs that come out again in shape and dtype: parameters and state, or parameters and their gradients."""
-    given_back = {(leaf.shape, leaf.dtype) for leaf in outputs}
-    return tuple(
-        Parameter(leaf.name, leaf.shape, leaf.local_shape)
-        for leaf in inputs
-        if (leaf.shape, leaf.dtype) in given_back and leaf.inexact
-    )
+    """The inputs that come out again in shape and dtype: parameters and state, or parameters and their gradients.
+
+    As many of a shape as come out, the first ones: batches come after what is trained.
+    """
+    left = collections.Counter((leaf.shape, leaf.dtype) for leaf in outputs)
+    found = []
+    for leaf in inputs:
+        if leaf.inexact and left[leaf.shape, leaf.dtype] > 0:
+            left[leaf.shape, leaf.dtype] -= 1
+            found.append(Parameter(leaf.name, leaf.shape, leaf.local_shape))
+    return tuple(found)
 
 
 def data_axes_of(inputs: tuple[Leaf, ...], parameters: tuple[Parameter, ...]) -> frozenset[str]:

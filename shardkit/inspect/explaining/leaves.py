@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardkit._compat import spec_entries
-from shardkit.inspect.compiling import Program
+from shardkit.inspect.compiling import Program, Staged
 from shardkit.inspect.explaining.leaf import Leaf
 from shardkit.placements import entry_names
 
@@ -23,6 +23,18 @@ def inputs_of(program: Program) -> tuple[Leaf, ...]:
     return tuple(
         _leaf(name, info, sharding, dropped=sharding is None)
         for name, (_, info), sharding in zip(given, infos, shardings, strict=True)
+    )
+
+
+def inputs_before(staged: Staged) -> tuple[Leaf, ...]:
+    """The inputs of a program that XLA hasn't compiled, where its arguments are placed."""
+    infos = jax.tree_util.tree_flatten_with_path(getattr(staged.lowered, "args_info", None))[0]
+    given = dict(jax.tree_util.tree_flatten_with_path(staged.arguments)[0])
+    names = staged.names[0] or _debug(staged, "arg_names")
+    names = names if len(names) == len(infos) else [_argument(path) for path, _ in infos]
+    return tuple(
+        _leaf(name, info, getattr(given.get(path), "sharding", None))
+        for name, (path, info) in zip(names, infos, strict=True)
     )
 
 
@@ -42,7 +54,7 @@ def _paired(compiled: Any, infos: str, shardings: str) -> tuple[list[tuple[Any, 
     return leaves, [places.get(path) for path, _ in leaves]
 
 
-def _debug(program: Program, field: str) -> list[str]:
+def _debug(program: Program | Staged, field: str) -> list[str]:
     """Names that JAX kept from the trace."""
     info = getattr(getattr(program.jaxpr, "jaxpr", None), "debug_info", None)
     return list(getattr(info, field, None) or ())

@@ -43,9 +43,10 @@ _REDUCING = _words("all_reduce reduce_scatter")
 # Primitives by what XLA may have to move for them where a dim is cut.
 _WINDOWED = _words(
     "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "select_and_scatter_add select_and_gather_add pad slice dynamic_slice dynamic_update_slice "
-    "concatenate rev roll"
+    "select_and_scatter_add select_and_gather_add pad slice dynamic_slice"
 )
+# What brings elements to other places along a cut dim, however far.
+_SHIFTING = _words("concatenate rev roll dynamic_update_slice")
 _SUMMING = _words(
     "dot_general ragged_dot conv_general_dilated reduce reduce_sum reduce_max reduce_min reduce_prod "
     "reduce_and reduce_or reduce_xor argmax argmin cumsum cumlogsumexp cummax cummin cumprod scatter "
@@ -55,7 +56,8 @@ _SUMMING = _words(
 _LINEAR = _words(
     "transpose reshape squeeze convert_element_type broadcast_in_dim mul div neg sub add integer_pow square select_n"
 )
-_ASKING = _words("sharding_constraint reshard device_put sk_reshard mesh_cast")
+# Placements in the program: a constraint, the specs of a region.
+_ASKING = _words("sharding_constraint reshard device_put sk_reshard mesh_cast shard_map")
 _WRITTEN = _words(
     "psum psum_invariant psum2 pmax pmin pmean all_gather all_gather_invariant all_to_all ppermute "
     "psum_scatter reduce_scatter pbroadcast ragged_all_to_all all_gather_reduced unreduced_psum "
@@ -95,12 +97,16 @@ class Facts:
       inputs: by the name of an HLO instruction, the input that it moves, where that's an input as it came.
       makers: by the name of an HLO instruction that hasn't one name for each of its results, what made its operands:
         names and numbers of elements.
+      backward: there is a backward pass in it, so that parameters are updated after it.
+      asked: elements, on one device, of values that the program places somewhere.
     """
 
     parameters: Sequence[Parameter] = ()
     data_axes: Collection[Hashable] = ()
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     makers: Mapping[str, Sequence[tuple[str, int]]] = dataclasses.field(default_factory=dict)
+    backward: bool = True
+    asked: Collection[int] = ()
 
     def as_large(self, elements: int, in_loop: bool) -> Parameter | None:
         """A parameter with so many elements."""
@@ -134,7 +140,8 @@ def reason(collective: Collective, facts: Facts) -> Reason:
       >>> reason(read_collectives(text).entries[0], Facts()).purpose
       'unexplained'
     """
-    names, shapes = op_names(collective.op_name), collective.shapes
+    # A name without a path is that of an input, which newer compilers give to what moves it: no operation's.
+    names, shapes = [n for n in op_names(collective.op_name) if "/" in n], collective.shapes
     made = [(name, count) for name, count in facts.makers.get(collective.name, ()) if name]
     one_of_several = len(names) == 1 < len(shapes) and scopes.scope_of(names[0]) is None and made
     if not names or one_of_several:  # the compiler dropped it, or all but one
@@ -245,18 +252,25 @@ def _inserted(operation: str, collective: Collective, name: str, elements: Seque
     by = f"XLA, for {operation}" if operation else "XLA"
     if collective.kind == "collective_permute" and operation in _WINDOWED:
         return Reason(HALO, by)
-    if operation in _ASKING:
-        return Reason(RESHARD, by)
+    if collective.kind == "collective_permute" and operation in _SHIFTING:
+        return Reason(RESHARD, f"{by}, along a cut dim")
+    if operation in _ASKING and collective.kind not in _REDUCING:
+        moved = facts.inputs.get(collective.name, "")
+        return Reason(PARAMETER, moved) if facts.named(moved) else Reason(RESHARD, by)
     if collective.kind in _REDUCING:
         if found := _gradient(collective, name, elements, facts):
             return found
-        if operation in _SUMMING | _LINEAR or _is_reduction(collective, operation):
+        if operation in _SUMMING | _LINEAR | _ASKING or _is_reduction(collective, operation):
             return Reason(REDUCTION, by)
         if name and not collective.op_name:
             return Reason(REDUCTION, f"sum of what {operation} made (the compiler dropped its name)")
     if collective.kind == "all_gather" and (gathered := _parameter(collective, name, elements, facts)):
         return gathered
     moved = facts.inputs.get(collective.name)
+    if not name and collective.kind not in _REDUCING and any(count in facts.asked for count in elements):
+        return Reason(
+            RESHARD, "as large as a value that the program places" + (f": moves input {moved}" if moved else "")
+        )
     return Reason(UNEXPLAINED, by + (f": moves input {moved}" if moved else ""))
 
 
@@ -290,6 +304,6 @@ def _parameter(collective: Collective, name: str, elements: Sequence[int], facts
     if moved is not None and facts.named(moved):
         return Reason(PARAMETER, moved)
     updated = next((p for count in elements if (p := facts.as_large(count, collective.in_loop))), None)
-    if updated is not None and "jvp(" not in name:
+    if updated is not None and facts.backward and "jvp(" not in name and "transpose(" not in name:
         return Reason(PARAMETER, f"{updated.name}, updated")
     return None

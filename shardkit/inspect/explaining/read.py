@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Sequence
 
 from shardkit import sources
 from shardkit.inspect import hlo
@@ -21,7 +20,8 @@ def read_reasons(
     mesh_axes: tuple[tuple[Hashable, int], ...] | None,
     inputs: tuple[Leaf, ...],
     outputs: tuple[Leaf, ...],
-    param_argnums: int | Sequence[int] | None = None,
+    parameters: Collection[str] | None = None,
+    asked: Collection[int] = (),
 ) -> list[tuple[Collective, Reason]]:
     """Each collective of a program, and what it is for.
 
@@ -30,17 +30,17 @@ def read_reasons(
       module: the same, read.
       mesh_axes: see `extract`.
       inputs, outputs: of the program.
-      param_argnums: the arguments that are parameters; None: the inputs that come out again in shape and dtype.
-
-    Raises:
-      ValueError: `param_argnums` names an argument that there isn't.
+      parameters: the arguments (roots of inputs' names) that are parameters. None: of a program with a backward pass
+        the inputs that come out again in shape and dtype; of another, nothing is known to be one.
+      asked: elements, on one device, of values that the traced program places somewhere.
     """
     lines = Lines(text, module)
     found = tuple(_with_source(c, lines) for c in extract(module, mesh_axes))
     unsure = [c for c in found if len(op_names(c.op_name)) != len(c.shapes)]
     makers = {c.name: [(m.op_name, m.elements) for m in lines.makers(c.name)] for c in unsure}
-    parameters = _parameters(inputs, outputs, param_argnums)
-    facts = Facts(parameters, data_axes_of(inputs, parameters), _moved(lines, found, inputs), makers)
+    backward = "transpose(" in text
+    known = _parameters(inputs, outputs, parameters, backward)
+    facts = Facts(known, data_axes_of(inputs, known), _moved(lines, found, inputs), makers, backward, asked)
     reasons: dict[str, Reason] = {}
     for collective in found:
         why = reason(collective, facts)
@@ -54,19 +54,12 @@ def read_reasons(
     return [(collective, reasons[collective.name]) for collective in found]
 
 
-def _parameters(inputs: tuple[Leaf, ...], outputs: tuple[Leaf, ...], argnums: Any) -> tuple[Parameter, ...]:
-    if argnums is None:
-        return parameters_of(inputs, outputs)
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    roots = list(dict.fromkeys(root_of(leaf.name) for leaf in inputs))
-    bad = [n for n in wanted if not -len(roots) <= n < len(roots)]
-    if bad:
-        raise ValueError(
-            f"explain: param_argnums={argnums!r} names argument {bad[0]}, but those with arrays are {len(roots)}: "
-            f"{', '.join(roots)}"
-        )
-    names = {roots[n] for n in wanted}
-    chosen = tuple(leaf for leaf in inputs if root_of(leaf.name) in names)
+def _parameters(
+    inputs: tuple[Leaf, ...], outputs: tuple[Leaf, ...], named: Collection[str] | None, backward: bool
+) -> tuple[Parameter, ...]:
+    if named is None:
+        return parameters_of(inputs, outputs) if backward else ()
+    chosen = tuple(leaf for leaf in inputs if root_of(leaf.name) in named)
     return parameters_of(chosen, chosen)
 
 

@@ -14,15 +14,16 @@ from shardkit.arrays import PartialArray
 from shardkit.placements import Layout
 
 
-def retarget(tree: Any, mesh: Mesh) -> Any:
+def retarget(tree: Any, mesh: Mesh, *, place_all: bool = True) -> Any:
     """Every array described on ``mesh``, with the placement it has on its own mesh.
 
     Args:
       tree: arrays, ``jax.ShapeDtypeStruct``, ``sk.Padded``, ``sk.PartialArray``; everything else is left as it is.
       mesh: has the axes that the placements name.
+      place_all: what says no placement is replicated; else it goes on saying none.
 
     Returns:
-      ``jax.ShapeDtypeStruct`` in place of arrays. One without a NamedSharding is replicated.
+      ``jax.ShapeDtypeStruct`` in place of arrays.
 
     Raises:
       ValueError: a placement names an axis that ``mesh`` doesn't have, or cuts a dim into parts that don't fit.
@@ -30,14 +31,14 @@ def retarget(tree: Any, mesh: Mesh) -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, PartialArray):
-            stack = _described(leaf.stack, mesh, path)
+            stack = _described(leaf.stack, mesh, path, place_all)
             return dataclasses.replace(leaf, stack=stack, layout=Layout(mesh, leaf.layout.placements))
-        return _described(leaf, mesh, path)
+        return _described(leaf, mesh, path, place_all)
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, PartialArray))
 
 
-def _described(leaf: Any, mesh: Mesh, path: Any) -> Any:
+def _described(leaf: Any, mesh: Mesh, path: Any, place_all: bool) -> Any:
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         return leaf
     sharding = getattr(leaf, "sharding", None)
@@ -45,6 +46,8 @@ def _described(leaf: Any, mesh: Mesh, path: Any) -> Any:
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return leaf
     weak = {"weak_type": True} if getattr(leaf, "weak_type", False) else {}
+    if not place_all and not isinstance(sharding, NamedSharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **weak)
     try:
         sharding = NamedSharding(mesh, spec)
         sharding.shard_shape(leaf.shape)

@@ -35,8 +35,8 @@ def target_mesh(
       target: "tpu:<generation>:<chips along each dim of the torus>", such as "tpu:v5e:2x4", "tpu:v5p:4x8x8"; or
         "gpu:<card>:<cards>", such as "gpu:h100:8", several hosts as "gpu:h100:2x8". A TPU v2, v3, v4 or TPU7x chip is
         two devices to the compiler.
-      axes: size of each axis, major first; one may be -1: whatever devices are left. Fewer devices than the target has
-        are its first ones.
+      axes: size of each axis, major first; one may be -1: whatever devices are left. A TPU's program takes the whole
+        slice; of GPUs, fewer than the target has are the first ones.
       axis_types: "auto", "explicit", or a mapping by axis name, as for ``sk.make_mesh``.
 
     Returns:
@@ -76,10 +76,12 @@ def _sizes(axes: Mapping[str, int], devices: int, target: str) -> dict[str, int]
         sizes = fill_sizes(axes, devices)
     except ValueError as error:
         raise ValueError(f"target {target!r} has {devices} devices: {error}") from error
-    if (needed := math.prod(sizes.values())) > devices:
+    needed, whole = math.prod(sizes.values()), parse_target(target).platform == "tpu"
+    if needed > devices or (whole and needed != devices):
+        rule = "is the number of devices, or a slice of that size" if whole else "is at most the number of devices"
         raise ValueError(
             f"target {target!r} has {devices} devices, but axes {dict(axes)} need {needed}; choose sizes whose product "
-            "is at most the number of devices."
+            f"{rule}."
         )
     return sizes
 

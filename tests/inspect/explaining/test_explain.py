@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -145,19 +146,128 @@ def test_a_flax_step_whose_model_is_changed_in_place(mesh):
     assert [e.purpose for e in page.collectives] == ["gradient reduction"]
 
 
-def test_parameters_that_do_not_come_out_again_are_said(mesh):
+def _gathers(mesh):
+    """Rows by a matrix that is put together for it, as a constraint in the program asks."""
+    whole = NamedSharding(mesh, P())
+    return lambda x, w: jnp.sin(x) @ jax.lax.with_sharding_constraint(w, whole)
+
+
+def test_parameters_are_known_by_the_backward_pass_or_said(mesh):
+    w = sk.shard_tensor(jnp.ones((16, 16)), {"dp": sk.Shard(0)}, mesh)
+    x = jnp.ones((16, 16))  # as large as the parameter
+    forward = _gathers(mesh)
+    assert [e.purpose for e in sk.explain(forward, x, w).collectives] == ["reshard"]
+    assert [(e.purpose, e.what) for e in sk.explain(forward, x, w, param_argnums=1).collectives] == [
+        ("parameter gather", "w")
+    ]
+    training = sk.explain(jax.grad(lambda w, x: forward(x, w).sum()), w, x)
+    assert {e.purpose for e in training.collectives} <= {"parameter gather", "gradient reduction"}
+
+
+def test_an_activation_that_nobody_asked_to_put_together_is_no_parameter(mesh):
+    """Of a program without a backward pass nothing is taken for a parameter, whatever comes out."""
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
+    assert {e.purpose for e in sk.explain(lambda x: jnp.cumsum(x, 1), x).collectives} == {"unexplained"}
+
+
+def test_argnums_are_positions_of_the_call(mesh):
     w = sk.shard_tensor(jnp.ones((16, 16)), {"dp": sk.Shard(0)}, mesh)
     x = jnp.ones((8, 16))
+    forward = _gathers(mesh)
+    static = jax.jit(lambda times, x, w, none: times * forward(x, w), static_argnums=0)
+    assert {e.purpose for e in sk.explain(static, 2, x, w, None, param_argnums=2).collectives} == {"parameter gather"}
+    assert {e.purpose for e in sk.explain(static, 2, x, w, None, param_argnums=-3).collectives} == {"reshard"}
+    with pytest.raises(ValueError, match=r"names argument 0, but those with arrays are 1 \(x\), 2 \(w\)"):
+        sk.explain(static, 2, x, w, None, param_argnums=0)
+    with pytest.raises(TypeError, match=r"param_argnums must be an int or several, as for jax\.grad; got 'w'"):
+        sk.explain(forward, x, w, param_argnums="w")
 
-    def use(w, x):
-        return jax.lax.with_sharding_constraint(jnp.sin(x) @ w, NamedSharding(mesh, P()))
 
-    def forward(w, x):
-        return use(jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())), x)
+def test_a_function_that_says_itself_where_arguments_are(mesh):
+    """Those that say nothing aren't taken to be replicated then."""
+    cut = NamedSharding(mesh, P("dp"))
+    page = sk.explain(jax.jit(jnp.sum, in_shardings=cut), jax.ShapeDtypeStruct((8, 8), jnp.float32), mesh=mesh)
+    assert [leaf.where for leaf in page.inputs] == ["[dp, -]"]
 
-    assert [e.purpose for e in sk.explain(forward, w, x).collectives] in (["reshard"], ["parameter gather"])
-    with pytest.raises(ValueError, match="param_argnums=2 names argument 2, but those with arrays are 2: w, x"):
-        sk.explain(forward, w, x, param_argnums=2)
+
+def test_two_machines_one_after_the_other():
+    """JAX remembers traces by the kind of devices: one for another mesh of that kind isn't taken."""
+    devices = np.array(jax.devices())
+    one, two = Mesh(devices.reshape(2, 4), ("dp", "sp")), Mesh(devices[::-1].reshape(2, 4), ("dp", "sp"))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = sk.shard_tensor(jnp.ones((2, 4, 16, 3)), {"sp": sk.Shard(2)}, one)
+    conv = jax.jit(
+        lambda x: sk.ring_conv(
+            x,
+            jnp.ones((3, 3, 3, 5), x.dtype),
+            (1, 1),
+            "SAME",
+            dimension_numbers=numbers,
+            spatial_axes={"sp": 2},
+            mesh=one,
+        )
+    )
+    turned = Mesh(devices.reshape(4, 2).T, ("dp", "sp"))
+    for mesh in (one, two, turned, one):
+        assert sk.explain(conv, x, mesh=mesh).report.by_kind() == {"collective_permute": 2}
+
+
+def test_another_mesh_is_ambient(mesh):
+    there = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "sp"))
+    x = sk.shard_tensor(jnp.ones((8, 4)), {"dp": sk.Shard(0)}, mesh)
+    described = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(there, P("dp")))
+    with jax.set_mesh(mesh):
+        assert sk.explain(jax.jit(jnp.sum), x, mesh=there).devices == 4
+        assert sk.explain(jax.jit(jnp.sum), described).devices == 4
+
+
+def test_an_optimizer_bound_to_a_mesh_is_asked_about_on_another(mesh):
+    there = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("dp", "sp"))
+    tx = sk.shard_optimizer(optax.adam(1e-2), sk.ShardingStage2("dp"), mesh=mesh)
+    params = {"w": sk.shard_tensor(jnp.ones((16, 16)), {}, mesh)}
+    state = tx.init(params)
+    x = sk.shard_tensor(jnp.ones((8, 16)), {"dp": sk.Shard(0)}, mesh)
+
+    @jax.jit
+    def step(params, state, x):
+        value, grads = sk.value_and_grad(lambda p, x: _loss(p["w"], x), batch_axes="dp", mesh=mesh)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    here = sk.explain(step, params, state, x)
+    assert {e.purpose for e in here.collectives} == {"gradient reduction", "parameter gather", "reduction"}
+    assert sk.explain(step, params, state, x, mesh=there).report.by_kind() == here.report.by_kind()
+    _, after, _ = step(params, state, x)  # what was asked about changes nothing
+    assert jax.tree.leaves(after)[0].sharding.mesh == mesh
+
+
+def test_a_program_that_the_compiler_refuses_for_want_of_memory(monkeypatch, mesh):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 128.00G of 15.75G hbm.\nand much more")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    x = sk.shard_tensor(jnp.ones((8, 16)), {"dp": sk.Shard(0)}, mesh)
+    page = sk.explain(jax.grad(_loss), jnp.ones((16, 16)), x, mesh=mesh)
+    assert page.fits is False
+    assert page.refusal == "RESOURCE_EXHAUSTED: Used 128.00G of 15.75G hbm."
+    assert [leaf.where for leaf in page.inputs] == ["[-, -]", "[dp, -]"]
+    assert page.flops * 8 == 2 * 2 * 8 * 16 * 16
+    assert "DOES NOT FIT" in str(page) and "Collectives: not known." in str(page)
+    assert json.loads(json.dumps(page.to_dict()))["fits"] is False and "DOES NOT FIT" in page._repr_html_()
+
+
+def test_branches_are_all_in_the_totals():
+    mesh = sk.make_mesh({"dp": 8})
+    x = sk.shard_tensor(jnp.ones(8), {"dp": sk.Shard(0)}, mesh)
+
+    def sums(x, flag):
+        one = lambda x: jax.lax.psum(x, "dp")  # noqa: E731
+        body = lambda x, f: jax.lax.cond(f, one, lambda x: 2 * jax.lax.psum(x, "dp"), x)  # noqa: E731
+        return jax.shard_map(body, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P())(x, flag)
+
+    page = sk.explain(sums, x, jnp.asarray(True), mesh=mesh)
+    if len(page.collectives) > 1:
+        assert "Of a conditional, the collectives of all branches are in the totals." in page.notes
 
 
 def test_a_function_that_looks_at_values(mesh):

@@ -58,6 +58,9 @@ def collective(kind, op_name, *, dims=(64, 32), axes=("dp",), size=4, in_loop=Fa
         ("all_reduce", BACKWARD + "dot_general", "gradient reduction"),
         ("reduce_scatter", BACKWARD + "dot_general", "reduction"),  # the result is four times less than what is summed
         ("all_reduce", "jit(f)/dot_general", "reduction"),
+        ("collective_permute", "jit(f)/concatenate", "reshard"),
+        ("all_gather", "jit(f)/shard_map", "reshard"),
+        ("all_gather", "x", "parameter gather"),  # the name of an input is no operation's
         ("all_reduce", "jit(f)/reduce_max[axes=(0,)]", "reduction"),
         ("all_gather", "jit(f)/sharding_constraint", "reshard"),
         ("all_to_all", "jit(f)/reshard", "reshard"),

@@ -43,7 +43,12 @@ def test_unknown_targets_are_told_which_there_are():
         (
             {"sp": 16},
             ValueError,
-            r"has 8 devices, but axes \{'sp': 16\} need 16; choose sizes whose product is at most",
+            r"has 8 devices, but axes \{'sp': 16\} need 16; choose sizes whose product is the number of",
+        ),
+        (
+            {"sp": 4},
+            ValueError,
+            r"need 4; choose sizes whose product is the number of devices, or a slice of that size",
         ),
         ({"dp": 3, "sp": -1}, ValueError, r"has 8 devices: 8 devices can't be split .* does not divide 8"),
         ({"dp": -1, "sp": -1}, ValueError, "only one mesh axis can be -1"),

@@ -1,0 +1,44 @@
+"""A collective, and what it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from shardkit.inspect.explaining.estimate import runs
+from shardkit.inspect.explaining.purposes import PURPOSES
+from shardkit.inspect.report import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """A collective, and what it is for.
+
+    Attributes:
+      collective: see ``sk.Collective``.
+      purpose: one of ``PURPOSES``.
+      what: what exactly.
+      seconds: an estimate for all its runs in a step; None where the hardware isn't in the table.
+    """
+
+    collective: Collective
+    purpose: str
+    what: str
+    seconds: float | None
+
+    @property
+    def runs(self) -> int:
+        """How often it runs in a step, as far as the compiler says; else once."""
+        return runs(self.collective)
+
+    @property
+    def bytes(self) -> int:
+        """What one device receives in a step: all runs."""
+        return self.collective.bytes * self.runs
+
+
+def by_purpose(collectives: Iterable[Explained]) -> dict[str, list[Explained]]:
+    """The collectives of each purpose that occurs, in the order of ``PURPOSES``."""
+    collectives = tuple(collectives)
+    groups = {purpose: [e for e in collectives if e.purpose == purpose] for purpose in PURPOSES}
+    return {purpose: found for purpose, found in groups.items() if found}
