@@ -29,7 +29,9 @@ def trees(mesh, scale=1.0):
     return placed, jax.tree.map(jnp.asarray, plain)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_global_norm(count, axis_types, mesh_for, ambient):
     mesh = mesh_for({"x": count}, axis_types)
     placed, plain = trees(mesh)

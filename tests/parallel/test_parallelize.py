@@ -113,7 +113,7 @@ def assert_same_state(got, want, rtol=0.0):
         np.testing.assert_allclose(a[...], b[...], rtol=rtol, atol=rtol, err_msg=str(path))
 
 
-MESHES = [(("sp", 2),), (("sp", 4),), (("dp", 2), ("sp", 4))]
+MESHES = [pytest.param((("sp", 2),), marks=pytest.mark.slow), (("sp", 4),), (("dp", 2), ("sp", 4))]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -24,7 +24,12 @@ def check(fun, x, mesh, place):
 
 @pytest.mark.parametrize(
     ("sizes", "method"),
-    [((16, 32), "linear"), ((32, 16), "linear"), ((32, 24), "cubic"), ((16, 20), "lanczos3")],
+    [
+        ((16, 32), "linear"),
+        pytest.param((32, 16), "linear", marks=pytest.mark.slow),
+        ((32, 24), "cubic"),
+        pytest.param((16, 20), "lanczos3", marks=pytest.mark.slow),
+    ],
 )
 def test_only_edges_travel(mesh_for, sizes, method):
     before, after = sizes

@@ -13,7 +13,7 @@ import shardkit as sk
 from shardkit.spmd import partition
 from tests.spmd.random_programs import MESHES, program
 
-TOGETHER = 7  # programs that are compiled as one
+TOGETHER = 4  # programs that are compiled as one
 CASES = 26
 MANY = 400
 
