@@ -113,6 +113,7 @@ def charlm(tmp_path_factory):
     return done, folder
 
 
+@pytest.mark.not_smoke
 def test_charlm_trains_the_same_as_one_device(charlm):
     done, _ = charlm
     assert done.returncode == 0, done.stderr
@@ -122,6 +123,7 @@ def test_charlm_trains_the_same_as_one_device(charlm):
     assert float(found[1]) < 1e-4
 
 
+@pytest.mark.not_smoke
 def test_charlm_reduces_once_and_not_in_the_loop(charlm):
     done, _ = charlm
     wire = rows(done.stdout, "Collectives of one training step")
@@ -133,6 +135,7 @@ def test_charlm_reduces_once_and_not_in_the_loop(charlm):
     assert '0 collectives over "dp"' in done.stdout
 
 
+@pytest.mark.not_smoke
 def test_charlm_has_a_reason_for_every_collective(charlm):
     done, _ = charlm
     wire = rows(done.stdout, "Collectives of one training step")
@@ -141,6 +144,7 @@ def test_charlm_has_a_reason_for_every_collective(charlm):
     assert "asks for" not in done.stdout
 
 
+@pytest.mark.not_smoke
 def test_charlm_keeps_optimizer_state_cut_over_all_devices(charlm):
     done, _ = charlm
     (parameters, state) = rows(done.stdout, "Kept between steps on {'dp': 4, 'tp': 2}")
@@ -149,6 +153,7 @@ def test_charlm_keeps_optimizer_state_cut_over_all_devices(charlm):
     assert float(parameters[3].rstrip(" %")) < 100
 
 
+@pytest.mark.not_smoke
 def test_charlm_says_what_it_reached(charlm):
     done, _ = charlm
     quality = rows(done.stdout, "Bits per character")
@@ -157,6 +162,7 @@ def test_charlm_says_what_it_reached(charlm):
     assert "40 characters after 'The following '" in done.stdout
 
 
+@pytest.mark.not_smoke
 def test_charlm_draws_its_loss_curve(charlm):
     _, folder = charlm
     assert [p.name for p in folder.iterdir()] == ["charlm.png"]
@@ -170,6 +176,7 @@ def test_charlm_draws_its_loss_curve(charlm):
         (["--mesh", "dp=1,tp=3"], "--features 128 must be a multiple of --heads 4, and both --heads 4"),
     ],
 )
+@pytest.mark.not_smoke
 def test_charlm_names_what_does_not_fit(arguments, message):
     done = run("train_charlm.py", *arguments)
     assert done.returncode == 1

@@ -294,6 +294,7 @@ def dpsgd():
         return optax.contrib.dpsgd(1e-2, 1.0, 0.0, seed=0)
 
 
+@pytest.mark.not_smoke
 def test_refused(mesh_for):
     mesh = mesh_for({"dp": 4})
     placed, grads = ones_on(mesh)
@@ -315,6 +316,7 @@ MATRICES = ["adam", "contrib.muon", "contrib.galore", "contrib.prodigy", "contri
 
 
 @pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.not_smoke
 def test_explicit_axes(name, mesh_for, ambient):
     """Where types refuse to contract what is cut, the optimizer within runs as on Auto axes."""
     mesh = mesh_for({"dp": 4}, "explicit")

@@ -81,6 +81,7 @@ def test_finite_steps_are_those_without(stage, jit, mesh_for):
 
 
 @pytest.mark.parametrize("bad", [0, 3])
+@pytest.mark.not_smoke
 def test_what_one_device_finds_skips_the_step_on_all(bad, axis_types, mesh_for, ambient):
     mesh = mesh_for({"dp": 4}, axis_types)
     params = {"w": sk.shard_tensor(np.ones((8, 4), np.float32), [R], mesh)}

@@ -115,6 +115,7 @@ def test_stages_and_what_each_device_keeps(stage, mesh_for):
 
 @pytest.mark.parametrize("fuse", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.not_smoke
 def test_a_linear_layer_and_adamw(fuse, columns, mesh_for):
     """Linear(10, 10), a batch of ten on two devices, five steps, stage 1; a column-sharded weight besides."""
     mesh = mesh_for({"dp": 2, "tp": 2} if columns else {"dp": 2})
@@ -254,6 +255,7 @@ def test_native_unreduced_gradients(mesh_for):
         sk.assert_collectives(tx.update, grads, tx.init(params), params, reduce_scatter=1, all_gather=1, all_reduce=0)
 
 
+@pytest.mark.not_smoke
 def test_with_the_optimizer_of_flax(mesh_for):
     """nnx.Optimizer hands states over with and without their variables."""
     mesh = mesh_for({"dp": 4})

@@ -95,6 +95,7 @@ def test_gradients_against_one_device(shape, gather, microbatches, mesh_for):
         assert report.count("all_reduce", axis="dp", in_loop=True) == 0
 
 
+@pytest.mark.not_smoke
 def test_explicit_axes(mesh_for, ambient):
     mesh = mesh_for({"dp": 4}, "explicit")
     with ambient(mesh):
@@ -119,6 +120,7 @@ def test_unknown_placements_are_the_compilers(mesh_for):
 
 
 @pytest.mark.parametrize("shape", [{"dp": 4}, {"dp": 4, "tp": 2}], ids=str)
+@pytest.mark.not_smoke
 def test_training(shape, mesh_for):
     """Five steps; parameters stay as they were, no full parameter or gradient leaves the step."""
     mesh = mesh_for(shape)
@@ -224,6 +226,7 @@ def test_only_longer_floats_are_shortened(dtype, travels, mesh_for):
     np.testing.assert_array_equal(np.asarray(plain[1].stack), np.asarray(short[1].stack))
 
 
+@pytest.mark.not_smoke
 def test_nnx(mesh_for):
     """A model whose state is cut."""
     mesh = mesh_for({"dp": 4})

@@ -71,6 +71,7 @@ def test_sharded_layer_equals_the_plain_one(name):
     check(LAYERS[name])
 
 
+@pytest.mark.not_smoke
 def test_the_table_covers_every_layer_there_is():
     from shardkit.parallel.nnx_layers import SPATIAL_LAYERS
 
@@ -229,6 +230,7 @@ def test_layers_that_are_local_communicate_nothing(name, axis_types):
 @pytest.mark.parametrize("make", [nnx.LayerNorm, nnx.RMSNorm])
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.not_smoke
 def test_layer_norms_of_low_precision_have_the_dtypes_of_flax(make, dtype, given):
     if given == jnp.complex64 and dtype is not None:
         pytest.skip("Flax refuses to make reals of complex numbers")
@@ -284,6 +286,7 @@ def test_dropout_draws_what_it_draws_of_the_whole_and_goes_on_drawing(rate, kind
         "instance norm, exact variance",
     ],
 )
+@pytest.mark.not_smoke
 def test_inside_a_manual_region(name):
     """Blocks of a Padded, garbage in the tail; the gradient of scale and input as on one device."""
     case, mesh = LAYERS[name], sk.make_mesh(SP4)

@@ -117,6 +117,7 @@ MESHES = [pytest.param((("sp", 2),), marks=pytest.mark.slow), (("sp", 4),), (("d
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.not_smoke
 def test_a_unet_trains_the_same(mesh):
     want, want_state, _ = trained_plain()
     got, state, _, _ = trained_on(*mesh)
@@ -226,6 +227,7 @@ def test_the_ambient_mesh_is_used():
 # --- flax's own tools -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_smoke
 def test_two_spatial_dims():
     mesh = sk.make_mesh({"sh": 2, "sw": 4})
     x, _ = batch()

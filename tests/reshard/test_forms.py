@@ -61,6 +61,7 @@ def test_vmap_over_a_dim_that_an_axis_cuts(axis, axis_types, mesh_for, ambient):
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.not_smoke
 def test_second_derivative_of_a_product(zeros, mesh_for):
     mesh = mesh_for({"x": 4})
     stack = np.random.default_rng(0).normal(size=(4, 3))

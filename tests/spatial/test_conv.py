@@ -320,6 +320,7 @@ def test_garbage_in_padded_tails_never_shows():
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.not_smoke
 def test_other_padded_dims_count_as_they_should(axis_types):
     """A batch of 3 over 2 devices and rows of 5 over 2: padded, not named, and full of NaN beyond."""
     mesh = sk.make_mesh({"dp": 2, "sp": 4}, axis_types=axis_types)

@@ -226,6 +226,7 @@ ALIKE = {
     "name",
     [pytest.param(name, marks=() if name in ("two dims", "mesh of one, circle") else SLOW) for name in ALIKE],
 )
+@pytest.mark.not_smoke
 def test_every_form_moves_what_concat_moves(name, chosen):
     case, permutes = ALIKE[name]
     want = traffic(case, "concat")

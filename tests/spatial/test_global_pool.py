@@ -114,6 +114,7 @@ def test_cut_dims_that_are_kept_stay_cut():
     assert whole.sharding.is_fully_replicated
 
 
+@pytest.mark.not_smoke
 def test_dtypes_are_those_of_jnp():
     mesh = sk.make_mesh(SP4)
     for dtype in (np.int8, np.int32, np.bool_, jnp.bfloat16, np.float32):

@@ -96,6 +96,7 @@ def test_values_on_explicit_axes(mesh_for, mode):
     mode=st.sampled_from(PADDING_MODES),
 )
 @settings(max_examples=25)
+@pytest.mark.not_smoke
 def test_values_of_any_size(mesh_for, size, shards, before, after, mode):
     assume(mode != "reflect" or size == 1 or max(before, after) < size)
     check(mesh_for, size, shards, before, after, mode)
@@ -118,6 +119,7 @@ def test_any_dim(mesh_for, dim):
     np.testing.assert_array_equal(y, oracle(x, 4, 1, 2, "circular", dim))
 
 
+@pytest.mark.not_smoke
 def test_eager(mesh_for, axis_types, ambient):
     x, mesh = values(9), mesh_for({"sp": 2}, axis_types)
     with ambient(mesh):
@@ -198,6 +200,7 @@ def test_gradient_on_explicit_axes(mesh_for):
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
 
 
+@pytest.mark.not_smoke
 def test_forward_mode_and_second_order(mesh_for):
     mesh = mesh_for({"sp": 4})
     f = exchanger(mesh, 2, 1, "reflect", size=10)

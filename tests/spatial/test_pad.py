@@ -171,6 +171,7 @@ def test_rolls_move_what_they_must(mesh, size, shift, permutes, elements):
     assert report.bytes() == 8 * elements
 
 
+@pytest.mark.not_smoke
 def test_named_pads():
     """One element on each side of blocks of 4; four times around a circle; wider than a block."""
     check(Case(SP4, (("sp", 1),), (2, 14), ((0, 0), (1, 1)), "circular"))

@@ -195,6 +195,7 @@ def test_a_traced_initial_value_has_a_gradient():
         close(jax.jit(run)(2.0), 2 * (x[:-2] * x[1:-1] * x[2:]).sum())
 
 
+@pytest.mark.not_smoke
 def test_integers_booleans_and_low_precision():
     mesh = sk.make_mesh({"sp": 4})
     x = np.random.default_rng(0).integers(-9, -1, (2, 13, 3))

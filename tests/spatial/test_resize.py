@@ -180,6 +180,7 @@ def test_long_blocks_in_chunks(shape):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.not_smoke
 def test_dtypes(method):
     mesh = sk.make_mesh({"sp": 4})
     x = np.random.default_rng(0).normal(size=(2, 13, 3)) * 20
@@ -205,6 +206,7 @@ def test_matrices_made_on_the_device(monkeypatch):
     plan.plan_dim.cache_clear()
 
 
+@pytest.mark.not_smoke
 def test_regions_and_transformations():
     mesh = sk.make_mesh({"dp": 2, "sp": 4})
     x = np.random.default_rng(0).normal(size=(2, 16, 3))

@@ -31,6 +31,7 @@ def check(fun, x, mesh, place):
         pytest.param((16, 20), "lanczos3", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.not_smoke
 def test_only_edges_travel(mesh_for, sizes, method):
     before, after = sizes
     x = rng.normal(size=(2, before, 5))

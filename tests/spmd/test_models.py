@@ -205,6 +205,7 @@ def test_cnn_with_batch_norm(shape, at, mesh_for):
 
 
 @cases((SPACE, {"dp": S(0), "sp": S(2)}), (DP, {"dp": S(0)}), (SP, {"sp": S(2)}))
+@pytest.mark.not_smoke
 def test_u_net(shape, at, mesh_for):
     ran = trained(models.UNet, squares, "image to image", mesh_for(shape), at)
     # Halos and sums, whatever is cut.
@@ -281,6 +282,7 @@ def test_vit(shape, at, mesh_for):
 @pytest.mark.parametrize(
     "cell", [nnx.LSTMCell, pytest.param(nnx.GRUCell, marks=pytest.mark.slow)], ids=lambda c: c.__name__
 )
+@pytest.mark.not_smoke
 def test_recurrent(cell, mesh_for):
     """Nothing travels while it runs over time: gradients are summed once, after."""
     ran = trained(functools.partial(models.Recurrent, cell=cell), cross_entropy, "series", mesh_for(DP), {"dp": S(0)})
@@ -299,6 +301,7 @@ def test_moe(shape, at, mesh_for):
 # --- ways to train --------------------------------------------------------------------------------
 
 
+@pytest.mark.not_smoke
 def test_linen_train_state(mesh_for):
     """A ``TrainState`` is a pytree like others."""
     mesh = mesh_for(DP)
@@ -323,6 +326,7 @@ def test_linen_train_state(mesh_for):
     assert ran.report.bytes() == gradients_only(ran.state[0].params, 4, 3 * 8 * 4)
 
 
+@pytest.mark.not_smoke
 def test_gradient_accumulation(mesh_for):
     """The sum over microbatches stays Partial in the loop: as many bytes as for one batch, none of them in it."""
     of = training(models.MLP, cross_entropy, microbatches=True)

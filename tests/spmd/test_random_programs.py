@@ -14,7 +14,7 @@ from shardkit.spmd import partition
 from tests.spmd.random_programs import MESHES, program
 
 TOGETHER = 4  # programs that are compiled as one
-CASES = 26
+CASES = 13
 MANY = 400
 
 

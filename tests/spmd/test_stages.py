@@ -40,6 +40,7 @@ def partitioned(meshes):
     return sk.partition(training(second), places, mesh=first)
 
 
+@pytest.mark.not_smoke
 def test_a_training_step_over_two_meshes(meshes):
     step = partitioned(meshes)
     w0, w1 = W0, W1

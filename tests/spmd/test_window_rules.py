@@ -308,6 +308,7 @@ def test_pool_dilated():
     check_halo(pool("min", 2, 3, (1, 1), base=2), (x,), [CUT], TWO, CUT)
 
 
+@pytest.mark.not_smoke
 def test_pool_two_dims_and_features():
     x = normal(1, 9, 16, 4)
     cut = placed(None, "h", "w", "c")

@@ -9,6 +9,7 @@ import shardkit as sk
 from shardkit import testing
 
 
+@pytest.mark.not_smoke
 def test_simulated_devices_are_there_and_can_be_asked_for_again():
     program = """
 import jax, shardkit.testing as testing
