@@ -59,7 +59,8 @@ def make_mesh(
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     except NotImplementedError:
         # No way to give each axis whole dims of a TPU's torus (16 x 16 as 128 x 2): some are split between axes.
-        order = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        chosen = jax.devices()[:needed] if devices is None else devices
+        order = mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
         return Mesh(order, names, axis_types=types)
 
 

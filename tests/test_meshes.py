@@ -187,3 +187,15 @@ def test_another_mesh_inside_a_manual_region():
 def test_the_platform_of_meshes():
     mesh = sk.make_mesh({"sp": 4})
     assert platform_of(mesh) == platform_of(mesh.abstract_mesh) == jax.default_backend()
+
+
+def test_axes_that_take_no_whole_dims_of_a_torus(monkeypatch):
+    """Where JAX finds no whole dims for each axis, some are split: over the devices that it would have taken."""
+
+    def refuse(*_, **__):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    mesh = sk.make_mesh({"a": 2, "b": 2})
+    assert dict(mesh.shape) == {"a": 2, "b": 2}
+    assert set(mesh.devices.flat) == set(jax.devices()[:4])
