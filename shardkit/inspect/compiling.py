@@ -146,8 +146,8 @@ def find_mesh(program: Program, num_devices: int, mesh: AnyMesh | None = None) -
 
 def meshes_of(program: Program | Staged) -> Iterator[AnyMesh]:
     """The meshes that a program mentions, those that say most first."""
-    yield from _meshes_of_leaves(program.arguments)
-    yield from _meshes_of_leaves(_shardings(getattr(program, "compiled", None)))
+    yield from meshes_of_leaves(program.arguments)
+    yield from meshes_of_leaves(_shardings(getattr(program, "compiled", None)))
     if program.jaxpr is not None:
         yield from _meshes_of_jaxpr(program.jaxpr)
     yield jax.sharding.get_abstract_mesh()
@@ -159,11 +159,20 @@ def _shardings(compiled: Any) -> list[Any]:
     return [getattr(compiled, name, None) for name in names]
 
 
-def _meshes_of_leaves(tree: Any) -> Iterator[AnyMesh]:
+def meshes_of_leaves(tree: Any) -> Iterator[AnyMesh]:
+    """Those that shardings, or arrays with shardings, in a pytree are on."""
     for leaf in jax.tree.leaves(tree):
         sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             yield sharding.mesh
+
+
+def functions_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex_core.Jaxpr | jex_core.ClosedJaxpr):
+                yield item
 
 
 def _meshes_of_jaxpr(jaxpr: Any) -> Iterator[AnyMesh]:

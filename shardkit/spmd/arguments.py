@@ -40,23 +40,35 @@ def spread(prefix: Any, tree: Any, name: str) -> list[Any]:
     Raises:
       ValueError: it is no prefix.
     """
+
+    def bad(x: Any) -> str:
+        return (
+            f"partition: {name} has {x!r} where placements belong: a sequence in mesh-axis order, a mapping by axis "
+            "name, a PartitionSpec, a NamedSharding, or None"
+        )
+
+    def misfit(given: Any, wanted: Any) -> str:
+        return (
+            f"partition: {name} doesn't match the tree it speaks of: {given} is no prefix of "
+            f"{wanted}; give placements once for a whole branch, or a tree of "
+            "the same structure"
+        )
+
+    return spread_over(prefix, tree, bad, misfit)
+
+
+def spread_over(prefix: Any, tree: Any, bad: Callable[[Any], str], misfit: Callable[[Any, Any], str]) -> list[Any]:
+    """The same, with words of one's own for what is no placements, and for structures that don't match."""
     if is_placements(prefix):
         return [prefix] * len(jax.tree.leaves(tree, is_leaf=is_whole))
     leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_placements)
-    bad = next((x for x in leaves if not is_placements(x)), None)
-    if bad is not None:
-        raise TypeError(
-            f"partition: {name} has {bad!r} where placements belong: a sequence in mesh-axis order, a mapping by axis "
-            "name, a PartitionSpec, a NamedSharding, or None"
-        )
+    for x in leaves:
+        if not is_placements(x):
+            raise TypeError(bad(x))
     try:
         branches = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as err:
-        raise ValueError(
-            f"partition: {name} doesn't match the tree it speaks of: {treedef} is no prefix of "
-            f"{jax.tree.structure(tree, is_leaf=is_whole)}; give placements once for a whole branch, or a tree of "
-            "the same structure"
-        ) from err
+        raise ValueError(misfit(treedef, jax.tree.structure(tree, is_leaf=is_whole))) from err
     return [x for x, branch in zip(leaves, branches, strict=True) for _ in jax.tree.leaves(branch, is_leaf=is_whole)]
 
 

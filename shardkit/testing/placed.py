@@ -9,7 +9,7 @@ import jax
 from shardkit.arrays.partial import is_whole
 from shardkit.placements import AnyMesh, Layout, Partial, Replicate, Shard, layout_of
 from shardkit.reshard.regions import same_order
-from shardkit.spmd.arguments import is_placements
+from shardkit.spmd.arguments import spread_over
 from shardkit.testing.values import name_of
 
 
@@ -45,24 +45,20 @@ def assert_placements(x: Any, placements: Any, mesh: AnyMesh | None = None) -> N
 
 def spread(prefix: Any, tree: Any) -> list[Any]:
     """One entry a leaf of ``tree``, from placements given for whole branches."""
-    if is_placements(prefix):
-        return [prefix] * len(jax.tree.leaves(tree, is_leaf=is_whole))
-    leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_placements)
-    bad = next((leaf for leaf in leaves if not is_placements(leaf)), None)
-    if bad is not None:
-        raise TypeError(
-            f"{bad!r} is no placements; use a sequence in mesh-axis order, a mapping by axis name, a PartitionSpec, a "
+
+    def bad(x: Any) -> str:
+        return (
+            f"{x!r} is no placements; use a sequence in mesh-axis order, a mapping by axis name, a PartitionSpec, a "
             "NamedSharding, an sk.Layout, or None (not checked)"
         )
-    try:
-        branches = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError) as err:
-        raise ValueError(
-            f"the placements {treedef} are no prefix of the tree {jax.tree.structure(tree, is_leaf=is_whole)}; give "
+
+    def misfit(given: Any, wanted: Any) -> str:
+        return (
+            f"the placements {given} are no prefix of the tree {wanted}; give "
             "them once for a whole branch, or in a tree of the same structure"
-        ) from err
-    counts = [len(jax.tree.leaves(branch, is_leaf=is_whole)) for branch in branches]
-    return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
+        )
+
+    return spread_over(prefix, tree, bad, misfit)
 
 
 def _misplaced(x: Any, wanted: Any, mesh: AnyMesh | None) -> str:

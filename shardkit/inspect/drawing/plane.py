@@ -50,6 +50,15 @@ def cell_at(rank: int, at: dict[int, int]) -> tuple[int, ...]:
     return tuple(at.get(dim, 0) for dim in range(rank))
 
 
+def cell_in(plane: Plane, rank: int, at: dict[int, int], row: int, column: int) -> tuple[int, ...]:
+    """The cell of a row and a column of the grid that has the given parts."""
+    here = dict(at)
+    for dim, part in ((plane.row, row), (plane.column, column)):
+        if dim is not None:
+            here[dim] = part
+    return cell_at(rank, here)
+
+
 def parts_of(cuts: Sequence[Cut], dim: int | None) -> int:
     """How many rows or columns a dim of the plane makes."""
     return 1 if dim is None else cuts[dim].parts

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from shardkit.inspect.drawing import shapes, words
 from shardkit.inspect.drawing.colours import colour
 from shardkit.inspect.drawing.halos import Run
-from shardkit.inspect.drawing.plane import Plane, cell_at, choose_plane, elided, panel_count, panels, parts_of
+from shardkit.inspect.drawing.plane import Plane, cell_in, choose_plane, elided, panel_count, panels, parts_of
 from shardkit.inspect.drawing.subject import Subject
 
 _LINE_OF_BLOCKS, _BLOCKS, _PANELS = 64, 1024, 16
@@ -139,11 +139,7 @@ class _Panel:
         return self.before[way] + self.after[way] + (self.stack + 8 if self.apart else 0)
 
     def _cell(self, row: int, column: int) -> tuple[int, ...]:
-        at = dict(self.at)
-        for dim, part in ((self.plane.row, row), (self.plane.column, column)):
-            if dim is not None:
-                at[dim] = part
-        return cell_at(len(self.cuts), at)
+        return cell_in(self.plane, len(self.cuts), self.at, row, column)
 
     def _column_edge(self, part: int | None) -> list[str]:
         return self._edge(self.plane.column, part)

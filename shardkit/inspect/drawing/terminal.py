@@ -10,7 +10,7 @@ import rich.text
 
 from shardkit.inspect.drawing import words
 from shardkit.inspect.drawing.colours import colour
-from shardkit.inspect.drawing.plane import Plane, cell_at, choose_plane, elided, panel_count, panels, parts_of
+from shardkit.inspect.drawing.plane import Plane, cell_in, choose_plane, elided, panel_count, panels, parts_of
 from shardkit.inspect.drawing.subject import Subject
 
 _ROWS, _PANELS, _RECEIPTS = 16, 8, 16
@@ -91,11 +91,7 @@ class _Grid:
         return elided(count, max(3, room // (narrow + 1))), narrow
 
     def _cell(self, row: int, column: int) -> tuple[int, ...]:
-        at = dict(self.at)
-        for dim, part in ((self.plane.row, row), (self.plane.column, column)):
-            if dim is not None:
-                at[dim] = part
-        return cell_at(len(self.cuts), at)
+        return cell_in(self.plane, len(self.cuts), self.at, row, column)
 
     def lines(self) -> list[Line]:
         widths = [3 if column is None else self.width for column in self.columns]

@@ -11,6 +11,7 @@ from typing import Any
 import jax.extend.core as jex_core
 from jax.sharding import NamedSharding
 
+from shardkit.inspect.compiling import functions_in
 from shardkit.inspect.explaining.leaf import Leaf, root_of
 
 
@@ -74,7 +75,5 @@ def _sizes(jaxpr: Any) -> Iterator[int]:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if equation.primitive.name in ("sharding_constraint", "reshard") and isinstance(sharding, NamedSharding):
             yield math.prod(sharding.shard_shape(tuple(equation.outvars[0].aval.shape)))
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, jex_core.Jaxpr | jex_core.ClosedJaxpr):
-                    yield from _sizes(item)
+        for function in functions_in(equation.params):
+            yield from _sizes(function)

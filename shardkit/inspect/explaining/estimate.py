@@ -35,7 +35,7 @@ def estimate(
     hardware: Hardware,
     flops: float | None,
     moved: int | None,
-    collectives: Sequence[Collective],
+    collectives: Sequence[Collective] | None,
     hosts: Sequence[int],
 ) -> Estimate:
     """What a step takes at best.
@@ -44,7 +44,7 @@ def estimate(
       hardware: of each device.
       flops: of one device.
       moved: bytes of memory that one device reads or writes.
-      collectives: of the program; one in a loop counts as often as the loop is known to run.
+      collectives: of the program; one in a loop counts as often as the loop is known to run. None: not known.
       hosts: the host of each position of the device assignment.
 
     Example:
@@ -52,12 +52,11 @@ def estimate(
       >>> estimate(hardware_of("TPU v5 lite"), 197e12, 819 * 10**9, (), (0,)).compute
       1.0
     """
-    times = [seconds(c, hardware, hosts) for c in collectives]
-    known = [t for t in times if t is not None]
+    times = None if collectives is None else [seconds(c, hardware, hosts) for c in collectives]
     return Estimate(
         compute=None if flops is None else flops / hardware.flops,
         memory=None if moved is None else moved / hardware.memory_bandwidth,
-        communication=sum(known) if len(known) == len(times) else None,
+        communication=None if times is None or None in times else sum(t for t in times if t is not None),
         source=hardware.source,
     )
 

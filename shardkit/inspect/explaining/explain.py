@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardkit.inspect import compiling, hlo
 from shardkit.inspect.collectives import text_of
 from shardkit.inspect.explaining.asked import constrained_sizes, named_arguments
-from shardkit.inspect.explaining.estimate import Estimate, estimate, seconds
+from shardkit.inspect.explaining.estimate import estimate, seconds
 from shardkit.inspect.explaining.explained import Explained
 from shardkit.inspect.explaining.flops import count_flops
 from shardkit.inspect.explaining.leaf import Leaf
@@ -138,7 +138,7 @@ def _too_large(error: TooLargeError, mesh: Any, name: str, took: float) -> Expla
         flops=share,
         flops_exact=flops is None or flops.exact,
         compiler_flops=None,
-        estimate=None if hardware is None else Estimate(share and share / hardware.flops, None, None, hardware.source),
+        estimate=None if hardware is None else estimate(hardware, share, None, None, ()),
         compile_seconds=took,
         notes=_notes(inputs, (), "known"),
         refusal=error.said,

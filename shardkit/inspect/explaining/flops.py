@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.extend.core as jex_core
 
 from shardkit._compat import made_manual
+from shardkit.inspect.compiling import functions_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +77,11 @@ def _of(equation: Any) -> Flops:
         sizes = dict(params["mesh"].shape)
         return count_flops(params["jaxpr"]).times(math.prod(sizes[a] for a in made_manual(params)))
     if name.startswith("custom_"):  # the function itself; its derivatives stand beside it
-        return next((count_flops(function) for function in _functions(params)), _NONE)
+        return next((count_flops(function) for function in functions_in(params)), _NONE)
     total = _NONE
-    for function in _functions(params):
+    for function in functions_in(params):
         total += count_flops(function)
     return total
-
-
-def _functions(params: Any) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jex_core.Jaxpr | jex_core.ClosedJaxpr):
-                yield item
 
 
 def _dot(equation: Any) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from shardkit.inspect import compiling
 from shardkit.inspect.explaining.retarget import retarget
@@ -106,9 +106,5 @@ def _as_if_on(mesh: Mesh | None) -> Iterator[None]:
 
 
 def _mesh_of(tree: Any) -> Mesh | None:
-    """That of the first array that is placed on one."""
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
+    """That of the first array that is placed on devices."""
+    return next((mesh for mesh in compiling.meshes_of_leaves(tree) if isinstance(mesh, Mesh)), None)

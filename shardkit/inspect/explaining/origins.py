@@ -34,12 +34,10 @@ class Input:
     Attributes:
       number: its position among those that the compiled program still has.
       name: JAX's name of it, such as "params['w']"; "" if not recorded.
-      shape: element type and dimensions on one device, as HLO writes them.
     """
 
     number: int
     name: str
-    shape: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +160,7 @@ class Lines:
             if here.opcode == "parameter":
                 number = int(here.operands[0])
                 if at == self.module.entry:
-                    return Input(number, hlo.op_name(here), here.shape) if element is None else None
+                    return Input(number, hlo.op_name(here)) if element is None else None
                 if at not in self.callers:
                     return None
                 at, caller = self.callers[at]
