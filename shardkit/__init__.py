@@ -9,6 +9,14 @@ from shardkit.arrays import (
     to_local,
     to_unreduced,
 )
+from shardkit.attention import (
+    all_to_all_attention,
+    flax_attention_fn,
+    from_zigzag,
+    ring_attention,
+    to_zigzag,
+    zigzag_order,
+)
 from shardkit.inspect import (
     Collective,
     CollectiveReport,
@@ -42,7 +50,21 @@ from shardkit.optim import (
     unshard_params,
     value_and_grad,
 )
-from shardkit.parallel import ConvParallel, parallelize
+from shardkit.parallel import (
+    ColWiseParallel,
+    ConvParallel,
+    DataParallel,
+    FullyShard,
+    PrepareLayerInput,
+    PrepareLayerOutput,
+    RingAttention,
+    RowWiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize,
+    parallelize_params,
+)
+from shardkit.parallel import ready as plans
 from shardkit.placements import (
     Layout,
     Partial,

@@ -16,8 +16,9 @@ GRADIENTS = "sk.gradients"  # sums of gradients over a spread batch
 PARAMETERS = "sk.parameters"  # parameters, or their updates, that are cut and put together for use
 RESHARD = "sk.reshard"  # from one placement to another
 REDUCTION = "sk.reduction"  # means, norms, sums of statistics, totals
+ATTENTION = "sk.attention"  # keys and values of other devices, and their gradients
 
-_SCOPE = re.compile(r"\bsk\.(?:halo|gradients|parameters|reshard|reduction)\b")
+_SCOPE = re.compile(r"\bsk\.(?:halo|gradients|parameters|reshard|reduction|attention)\b")
 
 
 def scope(name: str) -> contextlib.AbstractContextManager[Any]:

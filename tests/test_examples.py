@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax import numpy as jnp
 
 ROOT = Path(__file__).parent.parent
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
 
 
 def run(example, *arguments, **keywords):
@@ -28,6 +33,17 @@ def run(example, *arguments, **keywords):
         env=environment,
         **keywords,
     )
+
+
+def module_of(example):
+    """An example's functions, as someone who copies them would have them."""
+    spec = importlib.util.spec_from_file_location(Path(example).stem, ROOT / "examples" / example)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +197,117 @@ def test_charlm_names_what_does_not_fit(arguments, message):
     done = run("train_charlm.py", *arguments)
     assert done.returncode == 1
     assert done.stderr.strip().startswith(message)
+
+
+@pytest.fixture(scope="module")
+def fundus_linen(tmp_path_factory):
+    """The linen twin on the default mesh (dp=2, sp=4), with the comparison against one device."""
+    picture = tmp_path_factory.mktemp("fundus_linen") / "picture.png"
+    done = run("train_fundus_linen.py", "--scale", 0.06, "--steps", 3, "--check", "--out", picture)
+    return done, picture
+
+
+@pytest.mark.not_smoke
+def test_fundus_linen_trains_the_same_as_one_device(fundus_linen):
+    done, picture = fundus_linen
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"Loss curves: equal; largest relative difference (\S+) over 3 steps", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) < 1e-4
+    quality = rows(done.stdout, "Restoration (PSNR in dB")
+    assert [r[0] for r in quality] == ["whole photograph", "held-out region"]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.not_smoke
+def test_fundus_linen_gathers_nothing_and_has_a_reason_for_all_it_sends(fundus_linen):
+    done, _ = fundus_linen
+    wire = rows(done.stdout, "Collectives of one training step on {'dp': 2, 'sp': 4}")
+    assert {(r[0], r[1]) for r in wire} == {
+        ("collective_permute", "sp"),
+        ("all_reduce", "sp"),
+        ("all_reduce", "dp"),
+    }
+    assert {r[5] for r in wire} == {"halo", "gradient reduction", "reduction"}
+    assert "asks for" not in done.stdout
+
+
+def test_fundus_twins_are_one_model():
+    made = module_of("train_fundus.py").Restorer
+    model = nnx.eval_shape(lambda: made(nnx.Rngs(0)))
+    twin = module_of("train_fundus_linen.py").Restorer()
+    image = np.random.default_rng(0).random((1, 21, 19, 3), np.float32)
+    variables = jax.eval_shape(twin.init, jax.random.key(0), image)
+    rng = np.random.default_rng(1)
+    values = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), variables)
+    for name, layer in values["params"].items():
+        for part, value in layer.items():
+            variable = getattr(getattr(model, name), part)
+            assert variable.shape == value.shape
+            variable.set_raw_value(jnp.asarray(value))
+    expected = nnx.jit(lambda model, x: model(x))(model, image)
+    np.testing.assert_allclose(jax.jit(twin.apply)(values, image), expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def digits_vit(tmp_path_factory):
+    """One run on the default mesh (dp=2, tp=4), with the comparison against one device."""
+    picture = tmp_path_factory.mktemp("digits") / "picture.png"
+    model = ("--layers", 1, "--features", 16, "--batch", 16)
+    done = run("train_digits_vit.py", *model, "--steps", 12, "--check", "--out", picture)
+    return done, picture
+
+
+@pytest.mark.not_smoke
+def test_digits_vit_trains_the_same_as_one_device(digits_vit):
+    done, _ = digits_vit
+    assert done.returncode == 0, done.stderr
+    assert "Digits: 1,437 to train on, 360 held out; 16 a step, 8 on each of 2 parts" in done.stdout
+    assert "each of 4 devices has 1 of 4 heads, and 4 of 16 patches between" in done.stdout
+    found = re.search(r"Losses: equal; largest relative difference (\S+) over the first 10 steps", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) <= 1e-5
+    assert re.search(r"Held-out digits: \d+\.\d\d% right, \d+ of 360 wrong", done.stdout)
+
+
+@pytest.mark.not_smoke
+def test_digits_vit_says_what_each_collective_is_for(digits_vit):
+    done, _ = digits_vit
+    wire = rows(done.stdout, "Collectives of one training step, by purpose")
+    count = {(kind, over): 0 for _, kind, over, *_ in wire}
+    for _, kind, over, number, *_ in wire:
+        count[kind, over] += int(number)
+    assert count["reduce_scatter", "dp"] == 1  # all gradients at once
+    # Into attention and MLP the patches are put together, out of them sums are cut again; backward the same.
+    assert count["reduce_scatter", "tp"] == 4
+    assert {r[0] for r in wire} == {"gradient reduction", "parameter gather", "reduction", "reshard"}
+    assert "asks for" not in done.stdout
+
+
+@pytest.mark.not_smoke
+def test_digits_vit_keeps_optimizer_state_cut_over_all_devices(digits_vit):
+    done, _ = digits_vit
+    (parameters, state) = rows(done.stdout, "Kept between steps on {'dp': 2, 'tp': 4}")
+    assert (parameters[0], state[0]) == ("parameters", "optimizer state")
+    assert float(state[3].rstrip(" %")) < 20  # 100 / 8, counters, and padding
+    assert float(parameters[3].rstrip(" %")) < 50
+
+
+@pytest.mark.not_smoke
+def test_digits_vit_draws_a_picture(digits_vit):
+    _, picture = digits_vit
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "dp=8,sp=1"], "--mesh 'dp=8,sp=1' names axes ['sp']; this job uses dp and tp"),
+        (["--mesh", "dp=4,tp=1", "--batch", "30"], "--batch 30 does not divide over dp=4"),
+        (["--mesh", "tp=8"], "--features 64 must be a multiple of --heads 4, and both --heads 4 and the 16 patches"),
+    ],
+)
+def test_digits_vit_names_what_does_not_fit(arguments, message):
+    example = module_of("train_digits_vit.py")
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        example.main(arguments)

@@ -63,8 +63,11 @@ def named_path(path: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path)
 
 
-def places_beside(homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> Callable[[Sequence[Any], Any], Layout]:
-    """Where a leaf (its path, itself) of state or updates lives: beside the parameter it stands for, else by shape."""
+def places_beside(homes: tuple[Home, ...], axis: str | None, mesh: AnyMesh) -> Callable[[Sequence[Any], Any], Layout]:
+    """Where a leaf (its path, itself) of state or updates lives: beside the parameter it stands for, else by shape.
+
+    ``axis`` is the one that shards it on top of that, if any.
+    """
     named = {home.path: home for home in homes}
 
     def place(path: Sequence[Any], x: Any) -> Layout:
@@ -73,7 +76,7 @@ def places_beside(homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> Callable
         ends = (named.get(path[start:]) for start in range(len(path) + 1))
         home = next((h for h in ends if h is not None and h.shape == tuple(x.shape)), None)
         layout = Layout(mesh, {}).resolved(x.ndim) if home is None else home.layout(mesh)
-        return state_layout(layout, x.shape, axis)
+        return layout if axis is None else state_layout(layout, x.shape, axis)
 
     return place
 

@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardkit import scopes
-from shardkit._compat import varying_axes
+from shardkit._compat import spec_entries, varying_axes
 from shardkit.optim.batch import Leaf, entering
+from shardkit.optim.examples import examples_here, place, read_cuts
 from shardkit.optim.parameters import Parameter
 from shardkit.placements import AnyMesh
 
@@ -31,11 +32,13 @@ class Region:
         reduce: str,
         slices: int,
         accumulator_dtype: Any,
+        keys: str = "split",
     ):
-        self._loss, self._mesh, self._names = loss, mesh, tuple(axes)
+        self._loss, self._mesh, self._names, self._axes = loss, mesh, tuple(axes), axes
         self._parameters = parameters
         self._leaves, self._mean, self._slices = leaves, reduce == "mean", slices
-        self._dtype = accumulator_dtype
+        self._dtype, self._shared = accumulator_dtype, keys == "shared"
+        self._cuts: Any = {}
         # Known once the loss has been traced.
         self._kind = "sum"
         self._varies: tuple[str, ...] = ()
@@ -45,16 +48,21 @@ class Region:
     def __call__(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any]) -> Any:
         """(value, its count or None, aux, stacked gradients of ``own``, the kind of reduction they wait for)."""
         names, mesh = self._names, self._mesh
-        sizes = tuple(mesh.shape[n] for n in names)
-        # Each device is handed its position: it can't ask for it where other axes are left to the compiler.
-        positions = jnp.arange(math.prod(sizes)).reshape(sizes)
+        # Each device is handed its position: it can't ask for it where other axes are left to the compiler. One number
+        # an axis: what is made of one doesn't vary along the others.
+        along = [PartitionSpec(n) for n in names]
+        positions = [jnp.arange(mesh.shape[n]) for n in names]
         if AxisType.Explicit in mesh.axis_types:
-            positions = jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*names)))
+            positions = jax.sharding.reshard(positions, [NamedSharding(mesh, spec) for spec in along])
+        if self._shared:
+            holding = [leaf.sliced or any(spec_entries(leaf.spec)) for leaf in self._leaves]
+            shapes = [x.shape for x, holds in zip(data, holding, strict=True) if holds]
+            self._cuts = read_cuts(self._axes, mesh.shape, self._slices, shapes)
         whole, part = PartitionSpec(), PartitionSpec(*names)
         region = jax.shard_map(
             self._body,
             mesh=mesh,
-            in_specs=([p.spec for p in self._parameters], whole, [leaf.spec for leaf in self._leaves], part),
+            in_specs=([p.spec for p in self._parameters], whole, [leaf.spec for leaf in self._leaves], along),
             out_specs=(whole, whole, whole, part, part),
             axis_names=set(names),
         )
@@ -70,24 +78,35 @@ class Region:
         aux = [next(merged if is_array else scalars) for is_array in self._aux_is_array]
         return value, count, jax.tree.unflatten(self._aux_tree, aux), stacks, self._kind
 
-    def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], position: jax.Array) -> Any:
+    def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], positions: Any) -> Any:
         blocks = [_varying(x, self._names) for x in own]
 
         def loss(points: Sequence[Any], data: Sequence[Any], number: jax.Array) -> Any:
             seen = [p.seen(block, point) for block, point, p in zip(blocks, points, self._parameters, strict=True)]
-            return self._loss(seen, [_key_of(x, number) for x in fixed], data)
+            return self._loss(seen, [self._key_of(x, number) for x in fixed], data)
 
         run = self._one if self._slices == 1 else self._scan
-        total, count, grads, aux = run(loss, blocks, data, position.reshape(()))
+        total, count, grads, aux = run(loss, blocks, data, [p.reshape(()) for p in positions])
         value, count, grads = self._over_devices(total, count, grads)
         grads = [g.astype(x.dtype) for g, x in zip(grads, blocks, strict=True)]
         scalars, arrays = self._aux_over_devices(aux)
         return value, count, scalars, arrays, [self._stacked(g) for g in grads]
 
-    def _one(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array, number: Any = 0) -> Any:
+    def _one(self, loss: Callable, blocks: Any, data: Sequence[Any], positions: Sequence[Any], number: Any = 0) -> Any:
         """(loss, count, gradients, aux) of one slice."""
-        key = position * self._slices + number
-        data = [_key_of(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)]
+        indices = dict(zip(self._names, positions, strict=True))
+        with examples_here(place(self._cuts, indices, number) if self._shared else None):
+            return self._differentiated(loss, blocks, data, self._number(positions, number))
+
+    def _number(self, positions: Sequence[Any], number: Any) -> Any:
+        """Counts all slices of all devices."""
+        position: Any = 0
+        for name, index in zip(self._names, positions, strict=True):
+            position = position * self._mesh.shape[name] + index
+        return position * self._slices + number
+
+    def _differentiated(self, loss: Callable, blocks: Any, data: Sequence[Any], key: Any) -> Any:
+        data = [self._key_of(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)]
 
         def scalar(points: Any) -> Any:
             value, count, aux = loss(points, data, key)
@@ -123,7 +142,7 @@ class Region:
         leaves = [new[gathered[id(x)]] if id(x) in gathered else x for x in leaves]
         return jax.tree.unflatten(tree, leaves)
 
-    def _scan(self, loss: Callable, blocks: Any, data: Sequence[Any], position: jax.Array) -> Any:
+    def _scan(self, loss: Callable, blocks: Any, data: Sequence[Any], positions: Sequence[Any]) -> Any:
         """The same of all slices, one after another, added up."""
         slices = self._slices
         cut = [leaf.sliced for leaf in self._leaves]
@@ -133,7 +152,7 @@ class Region:
 
         def one(number: Any, part: Sequence[Any]) -> Any:
             now = [p if c else x for p, x, c in zip(part, data, cut, strict=True)]
-            total, count, grads, aux = self._one(loss, blocks, now, position, number)
+            total, count, grads, aux = self._one(loss, blocks, now, positions, number)
             if self._dtype is not None:
                 grads = [g.astype(self._dtype) for g in grads]
             return (total, count, grads), aux
@@ -191,10 +210,11 @@ class Region:
         x = _varying(x, self._names)
         return x.reshape((1,) * len(self._names) + x.shape)
 
-
-def _key_of(x: Any, number: jax.Array) -> Any:
-    """A random key's own one for each device and slice; anything else as it is."""
-    return jax.random.fold_in(x, number) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim else x
+    def _key_of(self, x: Any, number: jax.Array) -> Any:
+        """A random key's own one for each device and slice, unless they share it; anything else as it is."""
+        if self._shared or x.ndim or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.random.fold_in(x, number)
 
 
 def _divided(x: jax.Array, by: Any) -> jax.Array:

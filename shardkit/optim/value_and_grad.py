@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.optim.batch import Leaf, read_batch_axes, read_leaf
+from shardkit.optim.examples import current_examples
 from shardkit.optim.parameters import GATHERS, read_parameters
 from shardkit.optim.region import Region
 from shardkit.optim.stored import FlatShard, said_leaves
@@ -32,6 +33,7 @@ def value_and_grad(
     param_placements: Any = None,
     gather: str | None = None,
     gather_dtype: Any = None,
+    keys: str = "split",
 ) -> Callable:
     """As ``jax.value_and_grad``, each device on its part of the batch; gradients come out Partial.
 
@@ -46,8 +48,7 @@ def value_and_grad(
         integer and bool scalars added up, over devices and slices, and arrays put together along dim 0.
       batch_axes: the mesh axes that cut dim 0 of every array in the other arguments; a mapping from axis to dim for
         others (``{"dp": 0, "sp": 2}``; a leaf that hasn't the dim isn't cut by that axis). Scalars are the same
-        everywhere; a random key (``jax.random.key``, in a model's state too) is another one on each device and for each
-        microbatch.
+        everywhere; of random keys see ``keys``.
       mesh: else that of the arguments, or the ambient one.
       reduce: "mean" or "sum": what the loss over the whole batch is of those of its parts.
       microbatches: each device takes its part in so many slices, one after another, and adds gradients up locally.
@@ -63,6 +64,11 @@ def value_and_grad(
         "step": once, before the first slice. None: "use" for one slice and "step" for several, so that nothing is
         communicated in their loop. Where the placement isn't known the compiler gathers, once.
       gather_dtype: what "use" and "layer" gather travels in this dtype (bfloat16, say); None: in its own.
+      keys: what becomes of a random key (``jax.random.key``, in a model's state too). "split": it's another one on each
+        device and for each microbatch, so what is drawn depends on their numbers. "shared": it's the same everywhere,
+        for layers that know which examples they hold and draw what they would draw of the whole batch, as
+        ``shardkit.parallel.layers.dropout`` does: the same on any mesh. All other layers would draw the same for each
+        part.
 
     Returns:
       A function of the same arguments that returns ``(value, gradients)`` or ``((value, aux), gradients)``. Gradients
@@ -70,8 +76,9 @@ def value_and_grad(
       under ``jax.jit``: else it's traced and compiled anew in every call, as what ``fun`` closes over may have changed.
 
     Raises:
-      ValueError: a batch that doesn't divide, unknown axes, ``reduce`` or ``gather``, axes that are manual here,
-        arguments on different meshes, a count of zero (outside ``jit``; within, the value is NaN).
+      ValueError: a batch that doesn't divide, unknown axes, ``reduce``, ``gather`` or ``keys``, axes that are manual
+        here, arguments on different meshes, a count of zero (outside ``jit``; within, the value is NaN), shared keys in
+        a loss that is itself part of one with shared keys.
       TypeError: a loss that's no scalar.
 
     Example:
@@ -87,6 +94,8 @@ def value_and_grad(
         raise ValueError(f"microbatches={microbatches!r}: a positive number of slices")
     if gather is not None and gather not in GATHERS:
         raise ValueError(f"gather={gather!r} is unknown; use one of {GATHERS}, or None")
+    if keys not in ("split", "shared"):
+        raise ValueError(f'keys={keys!r} is unknown; use "split" or "shared"')
     gather = gather or ("use" if microbatches == 1 else "step")
 
     @functools.wraps(fun)
@@ -99,6 +108,11 @@ def value_and_grad(
             raise ValueError(
                 f"value_and_grad: mesh axes {taken} are manual here (inside jax.shard_map); call it outside, or "
                 "jax.value_and_grad on this device's part"
+            )
+        if keys == "shared" and current_examples() is not None:
+            raise ValueError(
+                'value_and_grad(keys="shared") within the loss of another: which examples are here is known of one '
+                'batch only; use keys="split" in one of the two'
             )
         params = _Split([args[n] for n in numbers], lambda _, x: Leaf(_kind_of_parameter(x)))
         holding = _numbers(batch_argnums, len(args)) if batch_argnums is not None else range(len(args) + 1)
@@ -119,7 +133,7 @@ def value_and_grad(
         if param_placements is not None:
             known = params.beside(param_placements if not isinstance(argnums, int) else (param_placements,))
         described, own = read_parameters(own, known, axes, where, gather, gather_dtype)
-        run = Region(loss, where, axes, described, batch.leaves, reduce, microbatches, accumulator_dtype)
+        run = Region(loss, where, axes, described, batch.leaves, reduce, microbatches, accumulator_dtype, keys)
         value, count, aux, stacks, kind = run(own, fixed, batch.arrays)
         if count is not None and not isinstance(count, Tracer) and float(count) == 0:
             raise ValueError(

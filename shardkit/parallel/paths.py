@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 PathPattern = str | re.Pattern[str]
 
@@ -48,6 +48,6 @@ def nearest(pattern: PathPattern, paths: Iterable[str], count: int = 5) -> list[
     return difflib.get_close_matches(text, known, n=count, cutoff=0.0) or known[:count]
 
 
-def join_path(parts: Sequence[object]) -> str:
+def join_path(parts: Iterable[object]) -> str:
     """``("enc", 0, "conv")`` as ``"enc/0/conv"``; the model itself is ``""``."""
     return "/".join(str(p) for p in parts)

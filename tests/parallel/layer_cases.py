@@ -1,19 +1,44 @@
-"""Single nnx layers, each with an input that suits it, and what a layer does: the oracle's side of the tests."""
+"""Single Flax layers, each with an input that suits it, and what a layer does: the oracle's side of the tests."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 from flax import nnx
 from jax import numpy as jnp
 
 import shardkit as sk
+from shardkit.inspect.collectives import read_collectives
 
 F64 = jnp.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Make:
+    """A layer that nnx and linen both have: ``Make("Conv", (2, 3, (3, 3)))(rngs)`` is the nnx one.
+
+    nnx layers are told their input's features first, unless ``told`` is false.
+    """
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    told: bool = True
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        given = {} if self.name == "PReLU" else {"rngs": rngs}
+        return getattr(nnx, self.name)(*self.arguments, **self.keywords, **given)
+
+    def linen(self) -> nn.Module:
+        # nnx has defaults for what linen must be told.
+        told = {"BatchNorm": {"use_running_average": False}, "Dropout": {"deterministic": False}}.get(self.name, {})
+        return getattr(nn, self.name)(*self.arguments[self.told :], **{**told, **self.keywords})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +46,16 @@ class LayerCase:
     """``make(rngs)`` gives a layer for an input of ``shape``, whose W (or other dims) are cut over ``mesh``.
 
     ``placed_parameters``: they have a place in the image, so their gradients are gathered (parameters are whole).
+    ``statistics``: of how many places of an image the statistics are taken each by itself.
     """
 
-    make: Callable[[nnx.Rngs], nnx.Module]
+    make: Make | Callable[[nnx.Rngs], nnx.Module]
     shape: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...] = (("sp", 4),)
     dims: tuple[tuple[str, str], ...] = (("sp", "W"),)
     batch_axis: str | None = None
     placed_parameters: bool = False
+    statistics: int = 1
 
     def build(self) -> nnx.Module:
         return randomized(self.make(nnx.Rngs(0)))
@@ -71,32 +98,47 @@ def outcome(model: nnx.Module, x: Any, cotangent: Any):
     return compiled(params, x, cotangent), compiled.as_text()
 
 
-def conv(*arguments, **keywords):
-    return lambda rngs: nnx.Conv(*arguments, **keywords, param_dtype=F64, rngs=rngs)
+def assert_close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, np.abs(want).max()))
 
 
-def up(*arguments, **keywords):
-    return lambda rngs: nnx.ConvTranspose(*arguments, **keywords, param_dtype=F64, rngs=rngs)
+def assert_placed(case: LayerCase, mesh: Any, *results: Any) -> None:
+    """A Padded each, placed as the input."""
+    # On an axis of one device the compiler may call the same array replicated.
+    several = [n > 1 for n in mesh.devices.shape]
+    placed = sk.Layout(mesh, case.placements()).placements
+    for result in results:
+        assert isinstance(result, sk.Padded)
+        assert list(itertools.compress(sk.placements(result), several)) == list(itertools.compress(placed, several))
 
 
-def batch_norm(features, **keywords):
-    return lambda rngs: nnx.BatchNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+def assert_little_travels(case: LayerCase, program: str, mesh: Any, parameters: Any) -> None:
+    """Halos, and sums of statistics and of the gradients of ``parameters``; no activation is gathered."""
+    report = read_collectives(program, mesh)
+    gathered = [shape for e in report if e.kind == "all_gather" for _, shape in e.shapes]
+    assert case.placed_parameters or not gathered, str(report)
+    # Of parameters, no activation: they have no batch dim, or a short one.
+    assert all(len(shape) < len(case.shape) or shape[0] == 1 < case.shape[0] for shape in gathered), str(report)
+    assert report.count("all_to_all") == 0, str(report)
+    # The only sums are those of parameter gradients and of statistics (two numbers a feature and image).
+    statistics = 2 * case.statistics * case.shape[0] * case.shape[-1] * 8
+    limit = statistics + sum(a.nbytes for a in jax.tree.leaves(parameters))  # they may be joined
+    assert all(e.result_bytes <= limit for e in report if e.kind == "all_reduce"), str(report)
 
 
-def group_norm(features, **keywords):
-    return lambda rngs: nnx.GroupNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+def _maker(name: str) -> Callable[..., Make]:
+    return lambda *arguments, **keywords: Make(name, arguments, {**keywords, "param_dtype": F64})
 
 
-def instance_norm(features, **keywords):
-    return lambda rngs: nnx.InstanceNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+conv, up = _maker("Conv"), _maker("ConvTranspose")
+batch_norm, group_norm, instance_norm = _maker("BatchNorm"), _maker("GroupNorm"), _maker("InstanceNorm")
+layer_norm, rms_norm = _maker("LayerNorm"), _maker("RMSNorm")
 
 
-def layer_norm(features, **keywords):
-    return lambda rngs: nnx.LayerNorm(features, **keywords, param_dtype=F64, rngs=rngs)
-
-
-def rms_norm(features, **keywords):
-    return lambda rngs: nnx.RMSNorm(features, **keywords, param_dtype=F64, rngs=rngs)
+def dropout(rate: float, **keywords: Any) -> Make:
+    return Make("Dropout", (rate,), keywords, told=False)
 
 
 SPACE = {"reduction_axes": (1, 2, 3), "feature_axes": (1, 2, 3)}
@@ -193,10 +235,8 @@ LAYERS = {
         rms_norm(2, reduction_axes=(1, 2, 3), use_scale=False), (2, 5, 13, 2), GRID, HW
     ),
     # Element by element.
-    "dropout": LayerCase(lambda rngs: nnx.Dropout(0.5, rngs=rngs), (4, 3, 13, 2), DPSP, batch_axis="dp"),
-    "dropout of whole channels": LayerCase(
-        lambda rngs: nnx.Dropout(0.5, broadcast_dims=(1, 2), rngs=rngs), (3, 3, 13, 8), DPSP, batch_axis="dp"
-    ),
-    "dropout, evaluation": LayerCase(lambda rngs: nnx.Dropout(0.5, deterministic=True, rngs=rngs), (2, 13, 2)),
-    "prelu": LayerCase(lambda rngs: nnx.PReLU(param_dtype=F64), (4, 3, 13, 2), DPSP, batch_axis="dp"),
+    "dropout": LayerCase(dropout(0.5), (4, 3, 13, 2), DPSP, batch_axis="dp"),
+    "dropout of whole channels": LayerCase(dropout(0.5, broadcast_dims=(1, 2)), (3, 3, 13, 8), DPSP, batch_axis="dp"),
+    "dropout, evaluation": LayerCase(dropout(0.5, deterministic=True), (2, 13, 2)),
+    "prelu": LayerCase(Make("PReLU", (), {"param_dtype": F64}, told=False), (4, 3, 13, 2), DPSP, batch_axis="dp"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import jax
 import numpy as np
@@ -12,17 +11,20 @@ from flax import nnx
 from jax import numpy as jnp
 
 import shardkit as sk
-from shardkit.inspect.collectives import read_collectives
-from shardkit.parallel.nnx_layers import circular_transpose_padding
-from tests.parallel.layer_cases import F64, LAYERS, LayerCase, conv, outcome, randomized
+from shardkit.parallel.layers.convs import circular_transpose_padding
+from tests.parallel.layer_cases import (
+    F64,
+    LAYERS,
+    LayerCase,
+    assert_close,
+    assert_little_travels,
+    assert_placed,
+    conv,
+    outcome,
+    randomized,
+)
 
 SP4 = {"sp": 4}
-
-
-def assert_close(got, want, tolerance=1e-9):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, np.abs(want).max()))
 
 
 def assert_states_close(got, want, tolerance=1e-9):
@@ -44,26 +46,12 @@ def check(case: LayerCase, axis_types="auto", tolerance=1e-9):
         layer = sk.parallelize(case.build(), {"": case.plan()}, mesh)
         (got, params, grad_x, stats), program = outcome(layer, pad(x), pad(cotangent))
 
-    assert isinstance(got, sk.Padded)
-    # On an axis of one device the compiler may call the same array replicated.
-    several = [n > 1 for n in mesh.devices.shape]
-    placed = sk.Layout(mesh, case.placements()).placements
-    for result in (got, grad_x):
-        assert list(itertools.compress(sk.placements(result), several)) == list(itertools.compress(placed, several))
+    assert_placed(case, mesh, got, grad_x)
     assert_close(got, want, tolerance)
     assert_close(grad_x, want_x, tolerance)
     assert_states_close(params, want_params, tolerance)
     assert_states_close(stats, want_stats, tolerance)
-
-    report = read_collectives(program, mesh)
-    gathered = [shape for e in report if e.kind == "all_gather" for _, shape in e.shapes]
-    assert case.placed_parameters or not gathered, str(report)
-    assert all(shape[0] == 1 < x.shape[0] for shape in gathered), str(report)  # no activation
-    assert report.count("all_to_all") == 0, str(report)
-    # The only sums are those of parameter gradients and of statistics (two numbers a feature and image).
-    parameters = sum(a.nbytes for a in jax.tree.leaves(want_params))
-    limit = parameters + 2 * x.shape[0] * x.shape[-1] * 8  # XLA may join them
-    assert all(e.result_bytes <= limit for e in report if e.kind == "all_reduce"), str(report)
+    assert_little_travels(case, program, mesh, want_params)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -73,7 +61,7 @@ def test_sharded_layer_equals_the_plain_one(name):
 
 @pytest.mark.not_smoke
 def test_the_table_covers_every_layer_there_is():
-    from shardkit.parallel.nnx_layers import SPATIAL_LAYERS
+    from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 
     assert {type(case.make(nnx.Rngs(0))) for case in LAYERS.values()} == set(SPATIAL_LAYERS)
 
@@ -398,7 +386,7 @@ CANNOT = {
     "instance norm of other dims": (
         lambda rngs: nnx.InstanceNorm(5, feature_axes=1, param_dtype=F64, rngs=rngs),
         {},
-        r"layer '' \(InstanceNorm\) runs unsharded: its features are in dims 1, not the last",
+        r"layer '' \(InstanceNorm\) runs unsharded: its features are in dim 1, not the last",
     ),
 }
 

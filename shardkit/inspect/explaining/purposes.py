@@ -19,6 +19,7 @@ from shardkit.inspect.report import Collective
 from shardkit.inspect.shapes import array_bytes
 
 HALO = "halo"
+ATTENTION = "attention"
 GRADIENT = "gradient reduction"
 PARAMETER = "parameter gather"
 REDUCTION = "reduction"
@@ -27,6 +28,7 @@ UNEXPLAINED = "unexplained"
 
 PURPOSES: Mapping[str, str] = {
     HALO: "edges of neighbours' blocks, which windows reach into",
+    ATTENTION: "keys, values and their gradients on their way between devices that each have a part of the sequence",
     GRADIENT: "sums of gradients over devices that saw other examples, or other parts of them",
     PARAMETER: "parameters, or their updates, that are cut and put together for use",
     REDUCTION: "sums and maxima over a cut dim: contractions, means, norms, statistics, the loss",
@@ -227,6 +229,8 @@ def _ours(scope: str, collective: Collective, name: str, elements: Sequence[int]
     reducing = collective.kind in _REDUCING
     if scope == scopes.HALO:
         return Reason(HALO, "halo exchange")
+    if scope == scopes.ATTENTION:
+        return Reason(ATTENTION, "a cut sequence")
     if scope == scopes.GRADIENTS or (scope == scopes.PARAMETERS and reducing):
         return Reason(GRADIENT, "gradients summed together" if scope == scopes.GRADIENTS else "transpose of a gather")
     if scope == scopes.PARAMETERS:

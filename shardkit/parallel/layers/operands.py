@@ -1,4 +1,4 @@
-"""What the twins of nnx layers share: arrays inside Padded, and telling that a layer runs unsharded."""
+"""What sharded layers share: arrays inside Padded, and telling that a layer runs unsharded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded
 from shardkit.meshes import manual_axes
 from shardkit.parallel.plans import Applied
 from shardkit.placements import axes_size
 from shardkit.spatial.exchange import clear_tail
-from shardkit.spatial.operands import clear_tails
+from shardkit.spatial.operands import axis_entries, clear_tails, explicit_axes
 
 
 def array_of(x: Any) -> Any:
@@ -30,7 +33,7 @@ def like(x: Any, array: Any, shape: tuple[int, ...] | None = None) -> Any:
     return Padded(array, x.logical_shape if shape is None else shape) if isinstance(x, Padded) else array
 
 
-def cleared(layer: Any, x: Any, fill: float = 0, cut: Mapping[Any, int] | None = None) -> Any:
+def cleared(applied: Applied, x: Any, fill: float = 0, cut: Mapping[Any, int] | None = None) -> Any:
     """``fill`` in padded tails; ``cut`` says which mesh axes cut which dims, if not as the plan does.
 
     A NaN there would reach the derivatives of parameters and statistics as NaN * 0.
@@ -38,7 +41,6 @@ def cleared(layer: Any, x: Any, fill: float = 0, cut: Mapping[Any, int] | None =
     if not isinstance(x, Padded):
         return x
     array = clear_tails(x.array, x.shape, range(x.ndim), fill)
-    applied: Applied = layer.shardkit_plan
     for axes, dim in (applied.plan.spatial_axes(x.ndim) if cut is None else cut).items():
         names = (axes,) if isinstance(axes, str) else axes
         if dim < x.ndim and manual_axes().issuperset(names):  # one block, which may hold an end
@@ -46,11 +48,17 @@ def cleared(layer: Any, x: Any, fill: float = 0, cut: Mapping[Any, int] | None =
     return like(x, array)
 
 
-def say_once(layer: Any, reason: str) -> None:
+def placed_along(array: Any, other: Any) -> Any:
+    """On Explicit axes ``other`` cut as ``array`` is, where it has the dim; on others the compiler sees to it."""
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.empty or not explicit_axes(mesh):
+        return other
+    if not isinstance(array, Tracer):
+        mesh = array.sharding.mesh
+    entries = [e if size > 1 else None for e, size in zip(axis_entries(array), other.shape, strict=True)]
+    return jax.sharding.reshard(other, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def say_once(applied: Applied, kind: str, reason: str) -> None:
     """A layer that can't run sharded says so, with its name and the reason (Python shows it once)."""
-    applied: Applied = layer.shardkit_plan
-    warnings.warn(
-        f"layer {applied.path!r} ({type(layer).__mro__[1].__name__}) runs unsharded: {reason}",
-        UserWarning,
-        stacklevel=3,
-    )
+    warnings.warn(f"layer {applied.path!r} ({kind}) runs unsharded: {reason}", UserWarning, stacklevel=3)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from flax import nnx
 
-from shardkit.parallel.nnx_convs import RingConv, RingConvTranspose, circular_transpose_padding
-from shardkit.parallel.nnx_elementwise import SpatialDropout, SpatialPReLU
-from shardkit.parallel.nnx_norms import (
+from shardkit.parallel.nnx.convs import RingConv, RingConvTranspose
+from shardkit.parallel.nnx.elementwise import SpatialDropout, SpatialPReLU
+from shardkit.parallel.nnx.norms import (
     SpatialBatchNorm,
     SpatialGroupNorm,
     SpatialInstanceNorm,
@@ -29,7 +29,6 @@ __all__ = [
     "SpatialLayerNorm",
     "SpatialPReLU",
     "SpatialRMSNorm",
-    "circular_transpose_padding",
 ]
 
 # Flax layer -> its spatially sharded twin.

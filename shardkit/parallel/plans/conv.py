@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+
+from shardkit.parallel.plans.base import LayerPlan
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class ConvParallel:
+class ConvParallel(LayerPlan):
     """Run convolutions, norms and elementwise layers with the input sharded in space.
 
     Args:
@@ -19,7 +20,7 @@ class ConvParallel:
         ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out; the mapping may be given as ``dim`` too).
       dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
 
-    Applies to nnx ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm``, ``InstanceNorm``, ``LayerNorm``,
+    Applies to nnx and linen ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm``, ``InstanceNorm``, ``LayerNorm``,
     ``RMSNorm``, ``Dropout`` and ``PReLU``. A layer given a ``sk.Padded`` returns one; elsewhere ``LayerNorm`` and
     ``RMSNorm`` over features only, ``Dropout`` and ``PReLU`` run Flax's own code. ``WeightNorm`` and ``SpectralNorm``
     stay as they are; the layer they wrap may be sharded.
@@ -29,6 +30,8 @@ class ConvParallel:
       >>> sk.ConvParallel({"sh": "H", "sw": "W"}).dims
       (('sh', 'H'), ('sw', 'W'))
     """
+
+    part: ClassVar[str] = "weight"
 
     dims: tuple[tuple[Any, Any], ...]
 
@@ -67,18 +70,16 @@ class ConvParallel:
             found[axis] = dim % ndim if -ndim <= dim < ndim else dim
         return found
 
+    def problem(self, spatial: int) -> str | None:
+        """Why it doesn't fit a layer with ``spatial`` spatial dims, as the end of a sentence about it."""
+        dim = self.missing_dim(spatial)
+        if dim is None:
+            return None
+        return f"convolves over {spatial} spatial dims, so it has no dim {dim!r} for {self.dims} to cut"
+
     def missing_dim(self, spatial: int) -> str | None:
         """The first named dim that a layer with ``spatial`` spatial dims doesn't have."""
         for _, where in self.dims:
             if isinstance(where, str) and "WHD".index(where) >= spatial:
                 return where
         return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """A plan bound to one layer: kept on the layer as a static attribute."""
-
-    plan: ConvParallel
-    mesh: Mesh | AbstractMesh
-    path: str

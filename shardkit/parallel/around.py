@@ -1,0 +1,152 @@
+"""What happens around a layer's own code: its input placed or prepared, its result too."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardkit.arrays import Padded
+from shardkit.meshes import manual_axes, resolve_mesh
+from shardkit.parallel.tensor.layers import cast_once
+from shardkit.placements import entry_names
+from shardkit.spatial.operands import axis_entries, explicit_axes
+
+Arguments = tuple[Any, ...]
+
+
+class Before(Protocol):
+    """A layer's arguments to others. Hashable."""
+
+    def __call__(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict]: ...
+
+
+class After(Protocol):
+    """A layer's result to another. Hashable."""
+
+    def __call__(self, layer: Any, result: Any, /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """All that happens around one layer's call, in order."""
+
+    before: tuple[Before, ...] = ()
+    after: tuple[After, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``run(*args, **kwargs)``, the layer's own code, with what comes before and after."""
+        for step in self.before:
+            args, kwargs = step(layer, args, kwargs)
+        result = run(*args, **kwargs)
+        for step in self.after:
+            result = step(layer, result)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A dim of arrays is cut over a mesh axis (``axis=None``: put together); other dims stay as they are."""
+
+    dim: int
+    axis: str | None
+    mesh: Mesh | AbstractMesh
+    path: str
+    plan: str
+
+    def __call__(self, x: Any) -> Any:
+        """The array so placed; what isn't an array of that many dims is passed on."""
+        if not isinstance(x, jax.Array) or not -x.ndim <= self.dim < x.ndim:
+            return x
+        if self.axis is not None and (self.axis in manual_axes() or self.mesh.shape[self.axis] == 1):
+            return x  # there, each device has its part
+        dim = self.dim % x.ndim
+        if self.axis is not None and x.shape[dim] % self.mesh.shape[self.axis]:
+            raise ValueError(
+                f"layer {self.path!r}: {self.plan} cuts dim {dim} of shape {x.shape} over mesh axis {self.axis!r}, but "
+                f"its {self.mesh.shape[self.axis]} devices don't divide {x.shape[dim]}; pad it to a multiple, or leave "
+                "the plan out"
+            )
+        return _placed(x, dim, self.axis, resolve_mesh(self.mesh, what=self.plan))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _placed(x: Any, dim: int, axis: str | None, mesh: Any) -> Any:
+    if explicit_axes(mesh):
+        entries = axis_entries(x)
+        entries = [tuple(n for n in entry_names(e) if n != axis) or None for e in entries]
+        entries[dim] = axis if axis is None else (*entry_names(entries[dim]), axis)
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    entries[dim] = axis
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CutInputs:
+    """All positional arguments that are arrays."""
+
+    cut: Cut
+    first_only: bool = False
+
+    def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        if self.first_only:
+            return (*map(self.cut, args[:1]), *args[1:]), kwargs
+        return tuple(map(self.cut, args)), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class CutResult:
+    """Every array of the result."""
+
+    cut: Cut
+
+    def __call__(self, layer: Any, result: Any) -> Any:
+        return jax.tree.map(self.cut, result, is_leaf=lambda x: isinstance(x, Padded))
+
+
+@dataclasses.dataclass(frozen=True)
+class CastOnce:
+    """The input in the dtype that the layer multiplies in, one array for all layers that read it."""
+
+    def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        if not args or not isinstance(args[0], jax.Array) or not jnp.issubdtype(args[0].dtype, jnp.inexact):
+            return args, kwargs
+        dtype = layer.dtype
+        if dtype is None:
+            dtype = jnp.result_type(args[0].dtype, layer.param_dtype)
+        return (cast_once(args[0], jnp.dtype(dtype)), *args[1:]), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class UserInput:
+    """A user's function of the arguments."""
+
+    fn: Callable[..., Any]
+    mesh: Mesh | AbstractMesh
+
+    def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        found = self.fn(self.mesh, *args, **kwargs)
+        return (found if isinstance(found, tuple) else (found,)), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class UserOutput:
+    """A user's function of the result."""
+
+    fn: Callable[..., Any]
+    mesh: Mesh | AbstractMesh
+
+    def __call__(self, layer: Any, result: Any) -> Any:
+        return self.fn(self.mesh, result)

@@ -1,0 +1,1 @@
+"""flax.linen layers that know of meshes."""

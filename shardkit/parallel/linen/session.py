@@ -1,0 +1,182 @@
+"""One ``init`` or ``apply`` of a linen model under a plan: each layer's call is intercepted and asked for its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import linen as nn
+
+from shardkit.attention import flax_attention_fn
+from shardkit.parallel.claims import Claims
+from shardkit.parallel.layers.dropout import linen_dropout
+from shardkit.parallel.linen.spatial import SPATIAL_LAYERS
+from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, setting, share_of
+from shardkit.parallel.matching import Matcher, batch_axes_of
+from shardkit.parallel.paths import PathPattern, join_path
+from shardkit.parallel.plans import (
+    Applied,
+    ColWiseParallel,
+    ConvParallel,
+    FullyShard,
+    LayerPlan,
+    RingAttention,
+    RowWiseParallel,
+    SequenceParallel,
+)
+from shardkit.parallel.plans.base import find_plan
+from shardkit.parallel.shares import check_divides, check_heads, unit_plans
+from shardkit.parallel.steps import around_layer
+from shardkit.parallel.tensor.layers import Sharing
+from shardkit.placements import AnyMesh
+
+WRAPS = "_shardkit_wraps"  # of a model's class: the class it was
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+
+
+def plain_class(module: Any) -> type:
+    """The class of a module, without the plan that a model may carry."""
+    return getattr(type(module), WRAPS, type(module))
+
+
+class Linen:
+    """What linen says of its layers."""
+
+    name = "linen"
+
+    def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
+        if isinstance(plan, ConvParallel):
+            return tuple(SPATIAL_LAYERS)
+        if isinstance(plan, ColWiseParallel | RowWiseParallel):
+            return (*TENSOR_LAYERS, *ATTENTION)
+        if isinstance(plan, RingAttention):
+            return ATTENTION
+        return _NORMS if everything and isinstance(plan, SequenceParallel) else None
+
+    def kind_of(self, layer: Any) -> type:
+        return plain_class(layer)
+
+    def problem(self, plan: LayerPlan, layer: Any) -> str | None:
+        if isinstance(plan, ConvParallel):
+            size = getattr(layer, "kernel_size", None)
+            return plan.problem(3 if size is None else 1 if isinstance(size, int) else len(size))
+        return None
+
+
+class Session:
+    """An interceptor for ``flax.linen.intercept_methods``.
+
+    Attributes:
+      claims: what plans say of parameters, by path.
+      sharded: paths of layers whose parameters are fully sharded, with the plan.
+      layers: every layer that was called, by path.
+    """
+
+    def __init__(self, plans: Mapping[PathPattern, tuple[LayerPlan, ...]], mesh: AnyMesh, strict: bool):
+        self._mesh, self._batch = mesh, batch_axes_of(plans.values())
+        self._matcher = Matcher(plans, Linen(), strict)
+        self._within: dict[str, tuple[LayerPlan, str, tuple[LayerPlan, ...]]] = {}
+        self._chosen: dict[str, tuple[LayerPlan, ...]] = {}
+        self.claims = Claims()
+        self.sharded: dict[str, FullyShard] = {}
+        self.layers: dict[str, nn.Module] = {}
+
+    def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, method = context.module, context.method_name
+        attends = method == "attend" and isinstance(module, nn.Embed)
+        if method != "__call__" and not attends:
+            return run(*args, **kwargs)
+        path = join_path(module.path)
+        items = self._plans(path, module)
+        if not items:
+            return self._run(module, method, path, items, run, args, kwargs)
+        plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
+        shares = plan is not None and plain_class(module) in TENSOR_LAYERS
+        outputs = outputs_of(module) if shares else None
+        around = around_layer(items, self._mesh, path, outputs=outputs, table=isinstance(module, nn.Embed))
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return self._run(module, method, path, items, run, args, kwargs)
+
+        # A layer that is being made may be shown a small batch, which no axis divides.
+        return own(*args, **kwargs) if module.is_initializing() or attends else around(module, own, args, kwargs)
+
+    def check_used(self, others: Mapping[str, Any]) -> None:
+        """Raises ValueError for a pattern that no layer has been found for, here or in ``others``."""
+        self._matcher.check_used({**self.layers, **others})
+
+    def _plans(self, path: str, module: nn.Module) -> tuple[LayerPlan, ...]:
+        if path not in self._chosen:
+            self.layers[path] = module
+            items = self._matcher.plans_for((path,), module, lambda: self.layers)
+            self._chosen[path] = items = self._as_part(path, items)
+            fully = find_plan(items, FullyShard)
+            if fully is not None:
+                self.sharded[path] = fully
+            plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
+            if plan is not None and plain_class(module) in ATTENTION:
+                self._cut_heads(path, module, plan, find_plan(items, SequenceParallel))
+            ring = find_plan(items, RingAttention)
+            if ring is not None and ring.backend == "all_to_all":
+                heads = module.num_heads  # type: ignore[attr-defined]
+                check_heads(path, heads, heads, ring, self._mesh.shape[ring.axis])
+        return self._chosen[path]
+
+    def _cut_heads(self, path: str, module: Any, plan: Any, sequence: SequenceParallel | None) -> None:
+        """The layers within attention get their part of its plan."""
+        check_heads(path, module.num_heads, module.num_heads, plan, self._mesh.shape[plan.axis])
+        for name, item in unit_plans(plan).items():
+            self._within[f"{path}/{name}"] = (plan, path, (item,) if sequence is None else (item, sequence))
+
+    def _as_part(self, path: str, items: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        if path not in self._within:
+            return items
+        whole, above, given = self._within[path]
+        own = find_plan(items, (ColWiseParallel, RowWiseParallel))
+        if own not in (None, whole, given[0]):
+            raise ValueError(
+                f"layer {path!r} gets two plans that fight: {own}, and {given[0]} as part of {above!r} ({whole}); "
+                "leave out one of them"
+            )
+        return (*(p for p in items if p.part not in ("weight", "sequence")), *given)
+
+    def _run(
+        self, module: Any, method: str, path: str, items: tuple[LayerPlan, ...], run: Any, args: Any, kwargs: Any
+    ) -> Any:
+        conv = find_plan(items, ConvParallel)
+        if conv is not None:
+
+            def plain(*new: Any, **named: Any) -> Any:
+                return run(*new, **named) if new or named else run(*args, **kwargs)
+
+            return SPATIAL_LAYERS[plain_class(module)](module, Applied(conv, self._mesh, path), plain, *args, **kwargs)
+        if plain_class(module) is nn.Dropout:
+            return linen_dropout(module, *args, **kwargs)
+        ring = find_plan(items, RingAttention)
+        if ring is not None:
+            fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=self._mesh, causal=ring.causal)
+            if module.is_initializing():
+                return run(*args, **kwargs)
+            with setting(module, "attention_fn", fn):
+                return run(*args, **kwargs)
+        plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
+        if plan is None or plain_class(module) not in TENSOR_LAYERS:
+            return run(*args, **kwargs)
+        share = share_of(module, plan)
+        if module.is_initializing():
+            result = run(*args, **kwargs)
+            self._claim(module, path, plan, share)
+            return result
+        self._claim(module, path, plan, share)
+        sequence = find_plan(items, SequenceParallel)
+        sharing = Sharing(plan.axis, self._mesh, path, None if sequence is None else sequence.dim, self._batch)
+        return run_shared(module, method, plan, share, sharing, run, args, kwargs)
+
+    def _claim(self, module: nn.Module, path: str, plan: Any, share: Any) -> None:
+        for name, dim in share.dims.items():
+            if dim is None or not module.has_variable("params", name):
+                continue
+            shape = tuple(nn.unbox(module.get_variable("params", name)).shape)
+            check_divides(path, name, shape, dim, share, plan, self._mesh.shape[plan.axis])
+            full = f"{path}/{name}" if path else name
+            self.claims.add(full, full, plan.axis, dim, f"{plan} on {path!r}")

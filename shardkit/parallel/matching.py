@@ -1,0 +1,159 @@
+"""Which plans a layer gets: patterns against paths, and plans against kinds of layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from shardkit.parallel.paths import PathPattern, matches, nearest, takes_everything
+from shardkit.parallel.plans import LayerPlan
+from shardkit.placements import AnyMesh
+
+
+class Framework(Protocol):
+    """What nnx or linen says of its layers."""
+
+    name: str
+
+    def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
+        """The kinds of layers a plan applies to; None: any. ``everything``: of a pattern that takes all it knows."""
+
+    def kind_of(self, layer: Any) -> type:
+        """The Flax class of a layer, whatever plans have made of it."""
+        ...
+
+    def problem(self, plan: LayerPlan, layer: Any) -> str | None:
+        """Why a plan doesn't fit a layer of a right kind."""
+
+
+Plans = Mapping[PathPattern, LayerPlan | Sequence[LayerPlan]]
+
+
+def read_plans(plans: Any, mesh: AnyMesh) -> dict[PathPattern, tuple[LayerPlan, ...]]:
+    """A user's plan, checked.
+
+    Raises:
+      TypeError: not a mapping, or not plan objects.
+      ValueError: a mesh axis that the mesh doesn't have.
+    """
+    if not isinstance(plans, Mapping):
+        raise TypeError(
+            f'a plan maps path patterns to plan objects, e.g. {{"mlp/up": sk.ColWiseParallel("tp")}}; got {plans!r}'
+        )
+    found: dict[PathPattern, tuple[LayerPlan, ...]] = {}
+    for key, given in plans.items():
+        items = tuple(given) if isinstance(given, list | tuple) else (given,)
+        for item in items:
+            if not isinstance(item, LayerPlan):
+                raise TypeError(
+                    f"the plan for {key!r} is {given!r}; use a plan object such as sk.ConvParallel or a list of them"
+                )
+            absent = [a for a in item.mesh_axes if a not in mesh.axis_names]
+            if absent:
+                raise ValueError(
+                    f"the plan for {key!r} uses mesh axes {absent}, but the mesh has {tuple(mesh.axis_names)}"
+                )
+        found[key] = items
+    return found
+
+
+class Matcher:
+    """A plan's patterns, which layers are asked about one by one."""
+
+    def __init__(self, plans: Mapping[PathPattern, tuple[LayerPlan, ...]], framework: Framework, strict: bool):
+        self._plans, self._framework, self._strict = plans, framework, strict
+        self._used: set[PathPattern] = set()
+
+    def plans_for(
+        self, paths: Sequence[str], layer: Any, others: Callable[[], Mapping[str, Any]]
+    ) -> tuple[LayerPlan, ...]:
+        """The plans of a layer.
+
+        Args:
+          paths: its path, and others that lead to the same layer.
+          layer: the layer.
+          others: all layers that are known by path, for messages.
+
+        Raises:
+          ValueError: a plan that doesn't fit the layer, or two that fight (with ``strict``; else a warning).
+        """
+        chosen: dict[str, tuple[PathPattern, LayerPlan]] = {}
+        for pattern, items in self._plans.items():
+            path = next((p for p in paths if matches(pattern, p)), None)
+            if path is None:
+                continue
+            for item in items:
+                if not self._fits(pattern, item, path, layer, others):
+                    continue
+                self._used.add(pattern)
+                before = chosen.setdefault(item.part, (pattern, item))
+                if before[1] != item:
+                    raise ValueError(_fight(path, before, (pattern, item)))
+        return tuple(item for _, item in chosen.values())
+
+    def check_used(self, layers: Mapping[str, Any]) -> None:
+        """Raises ValueError for a pattern that no layer has been found for (with ``strict``; else warns)."""
+        for pattern, items in self._plans.items():
+            if pattern in self._used or (self._left_out(pattern, layers) and not takes_everything(pattern)):
+                continue
+            usable = self._usable(items[0], layers) if items else list(layers)
+            names = [f"{type(item).__name__} applies to ({self._known(item)})" for item in items]
+            self._complain(
+                f"pattern {pattern!r} matches no layer that {' or '.join(names)}; nearest paths: "
+                f"{nearest(pattern, usable or list(layers))}"
+            )
+
+    def _left_out(self, pattern: PathPattern, layers: Mapping[str, Any]) -> bool:
+        """Some layer matches, and was complained about."""
+        return any(matches(pattern, path) for path in layers)
+
+    def _fits(self, pattern: PathPattern, item: LayerPlan, path: str, layer: Any, others: Any) -> bool:
+        everything = takes_everything(pattern)
+        kinds = self._framework.kinds(item, everything)
+        kind = self._framework.kind_of(layer)
+        if kinds is not None and kind not in kinds:
+            if issubclass(kind, kinds):
+                text = f"{path!r} is a {kind.__name__}, a subclass with code of its own: it is left alone"
+                self._complain(text, always=everything)
+            elif not everything:
+                self._complain(
+                    f"pattern {pattern!r} matches {path!r}, a {kind.__name__}, which {type(item).__name__} doesn't "
+                    f"know; it applies to {self._known(item)}. Layers of these kinds: "
+                    f"{self._usable(item, others())[:8]}"
+                )
+            return False
+        problem = self._framework.problem(item, layer)
+        if problem is not None:
+            self._complain(f"{path!r} {problem}")
+        return problem is None
+
+    def _known(self, item: LayerPlan) -> str:
+        kinds = self._framework.kinds(item, False)
+        if kinds is None:
+            return "any layer"
+        return ", ".join(sorted(f"{self._framework.name}.{kind.__name__}" for kind in kinds))
+
+    def _usable(self, item: LayerPlan, layers: Mapping[str, Any]) -> list[str]:
+        kinds = self._framework.kinds(item, False)
+        return [p for p, layer in layers.items() if kinds is None or self._framework.kind_of(layer) in kinds]
+
+    def _complain(self, text: str, always: bool = False) -> None:
+        if self._strict and not always:
+            raise ValueError(text)
+        warnings.warn(text, UserWarning, stacklevel=5)
+
+
+def _fight(path: str, first: tuple[PathPattern, LayerPlan], second: tuple[PathPattern, LayerPlan]) -> str:
+    if first[0] == second[0]:
+        return f"layer {path!r} gets two plans that fight, {first[1]} and {second[1]}; leave out one of them"
+    return (
+        f"layer {path!r} is matched by both {first[0]!r} and {second[0]!r} with different plans ({first[1]}, "
+        f"{second[1]}); make one of them narrower"
+    )
+
+
+def batch_axes_of(plans: Iterable[tuple[LayerPlan, ...]]) -> tuple[str, ...]:
+    """Mesh axes that a plan says the batch (dim 0) is spread over."""
+    items = [item for group in plans for item in group]
+    return tuple(dict.fromkeys(item.axis for item in items if item.part == "data" and getattr(item, "dim", 0) == 0))  # type: ignore[attr-defined]

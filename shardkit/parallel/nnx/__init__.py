@@ -1,0 +1,1 @@
+"""flax.nnx layers that know of meshes."""

@@ -1,0 +1,235 @@
+"""Plans put on the layers of an nnx model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from shardkit.attention import flax_attention_fn
+from shardkit.optim.sharded_params import stage3_layout
+from shardkit.parallel.around import Around
+from shardkit.parallel.claims import Claims
+from shardkit.parallel.matching import Matcher, batch_axes_of
+from shardkit.parallel.nnx.dropout import ParallelDropout
+from shardkit.parallel.nnx.embedding import ParallelEmbed
+from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
+from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, share_of, share_out
+from shardkit.parallel.nnx.wrapping import own_class, wrap
+from shardkit.parallel.paths import PathPattern, join_path
+from shardkit.parallel.plans import (
+    Applied,
+    ColWiseParallel,
+    ConvParallel,
+    FullyShard,
+    LayerPlan,
+    RingAttention,
+    RowWiseParallel,
+    SequenceParallel,
+)
+from shardkit.parallel.plans.base import find_plan
+from shardkit.parallel.shares import check_divides, check_heads, unit_plans
+from shardkit.parallel.steps import around_layer
+from shardkit.parallel.tensor.layers import Sharing
+from shardkit.placements import AnyMesh, Layout
+
+_NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.Dropout)
+_TWINS = {twin: base for base, twin in SPATIAL_LAYERS.items()} | {
+    ParallelDropout: nnx.Dropout,
+    ParallelEmbed: nnx.Embed,
+}
+
+
+class Nnx:
+    """What nnx says of its layers."""
+
+    name = "nnx"
+
+    def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
+        if isinstance(plan, ConvParallel):
+            return tuple(SPATIAL_LAYERS)
+        if isinstance(plan, ColWiseParallel | RowWiseParallel):
+            return (*TENSOR_LAYERS, *ATTENTION)
+        if isinstance(plan, RingAttention):
+            return ATTENTION
+        return _NORMS if everything and isinstance(plan, SequenceParallel) else None
+
+    def kind_of(self, layer: Any) -> type:
+        cls = own_class(layer)
+        return _TWINS.get(cls, cls)
+
+    def problem(self, plan: LayerPlan, layer: Any) -> str | None:
+        if isinstance(plan, ConvParallel):
+            return plan.problem(len(layer.kernel_size) if hasattr(layer, "kernel_size") else 3)
+        return None
+
+
+def apply_plans(
+    model: nnx.Module, plans: Mapping[PathPattern, tuple[LayerPlan, ...]], mesh: AnyMesh, strict: bool
+) -> dict[int, NamedSharding]:
+    """Put plans on a model's layers, in place; no array moves.
+
+    Returns:
+      Where each variable goes, by its ``id``.
+    """
+    layers = named_layers(model)
+    alone = {path: layer for path, (_, layer) in layers.items()}
+    matcher = Matcher(plans, Nnx(), strict)
+    chosen = {path: matcher.plans_for(paths, layer, lambda: alone) for path, (paths, layer) in layers.items()}
+    matcher.check_used(alone)
+    chosen = {path: items for path, items in _heads_cut(chosen, alone, mesh).items() if items}
+    claims = _claims(chosen, alone, mesh)
+    batch = batch_axes_of(plans.values())
+    for layer in alone.values():
+        if own_class(layer) is nnx.Dropout:
+            layer.__class__ = ParallelDropout  # what's around it is put there anew below
+    for path, items in chosen.items():
+        _put(alone[path], items, mesh, path, batch)
+    return _places(model, mesh, claims, chosen, alone)
+
+
+def named_layers(model: nnx.Module) -> dict[str, tuple[tuple[str, ...], nnx.Module]]:
+    """Every layer by the first path that leads to it, with all such paths (shared layers have several)."""
+    paths: dict[int, list[str]] = {}
+    found: dict[int, nnx.Module] = {}
+
+    def visit(node: Any, path: tuple[Any, ...], above: tuple[int, ...]) -> None:
+        if id(node) in above or not nnx.graphlib.is_node(node):
+            return
+        if isinstance(node, nnx.Module):
+            found[id(node)] = node
+            paths.setdefault(id(node), []).append(join_path(path))
+        for key, child in nnx.graphlib.iter_children(node):
+            visit(child, (*path, key), (*above, id(node)))
+
+    visit(model, (), ())
+    return {paths[i][0]: (tuple(paths[i]), node) for i, node in found.items()}
+
+
+Chosen = Mapping[str, tuple[LayerPlan, ...]]
+
+
+def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict[str, tuple[LayerPlan, ...]]:
+    """A column or row plan on attention told as plans of the layers within: heads are cut.
+
+    Raises:
+      ValueError: heads that can't be dealt out; a layer within that has another plan of its own.
+    """
+    result = dict(chosen)
+    for path, items in chosen.items():
+        plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
+        ring = find_plan(items, RingAttention)
+        attention = layers[path]
+        if ring is not None and ring.backend == "all_to_all":
+            check_heads(path, attention.num_heads, attention.num_heads, ring, mesh.shape[ring.axis])
+        if plan is None or Nnx().kind_of(attention) not in ATTENTION:
+            continue
+        check_heads(path, attention.num_heads, attention.num_kv_heads, plan, mesh.shape[plan.axis])
+        sequence = find_plan(items, SequenceParallel)
+        for name, item in unit_plans(plan).items():
+            inside = f"{path}/{name}"
+            has = chosen.get(inside, ())
+            own = find_plan(has, (ColWiseParallel, RowWiseParallel))
+            if own not in (None, plan, item):
+                raise ValueError(
+                    f"layer {inside!r} gets two plans that fight: {own}, and {item} as part of {path!r} ({plan}); "
+                    "leave out one of them"
+                )
+            others = [p for p in has if p.part not in ("weight", "sequence")]
+            result[inside] = (*others, item) if sequence is None else (*others, item, sequence)
+    return result
+
+
+def _claims(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> Claims:
+    """What column and row plans say of parameters.
+
+    Raises:
+      ValueError: sizes that don't divide; plans that fight over a parameter.
+    """
+    claims = Claims()
+    for path, items in chosen.items():
+        plan, layer = find_plan(items, (ColWiseParallel, RowWiseParallel)), layers[path]
+        if plan is None or Nnx().kind_of(layer) in ATTENTION:
+            continue
+        share = share_of(layer, plan)
+        for name, dim in share.dims.items():
+            variable = getattr(layer, name, None)
+            if dim is None or variable is None:
+                continue
+            shape = tuple(variable.shape)
+            check_divides(path, name, shape, dim, share, plan, mesh.shape[plan.axis])
+            claims.add(id(variable), f"{path}/{name}", plan.axis, dim, f"{plan} on {path!r}")
+    return claims
+
+
+def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, batch: tuple[str, ...]) -> None:
+    """One layer changed, in place."""
+    wrap(layer, Around())  # what an earlier plan has put around it goes
+    conv = find_plan(items, ConvParallel)
+    plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
+    sequence, ring = find_plan(items, SequenceParallel), find_plan(items, RingAttention)
+    attends = Nnx().kind_of(layer) in ATTENTION
+    if conv is not None:
+        layer.__class__ = SPATIAL_LAYERS[Nnx().kind_of(layer)]
+        layer.shardkit_plan = Applied(conv, mesh, path)
+    if plan is not None and not attends:
+        sharing = Sharing(plan.axis, mesh, path, None if sequence is None else sequence.dim, batch)
+        share_out(layer, plan, share_of(layer, plan), sharing)
+    if ring is not None:
+        layer.attention_fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=mesh, causal=ring.causal)
+    outputs = outputs_of(layer) if plan is not None and not attends else None
+    wrap(layer, around_layer(items, mesh, path, outputs=outputs, table=isinstance(layer, nnx.Embed)))
+
+
+def _places(
+    model: nnx.Module, mesh: AnyMesh, claims: Claims, chosen: Chosen, layers: Mapping[str, Any]
+) -> dict[int, NamedSharding]:
+    """Where each variable goes: as claimed, sharded on top of that under ``FullyShard``, else whole.
+
+    What nobody claims stays where it is, if it's on this mesh already: an earlier call may have put it there.
+    """
+    sharded: dict[int, FullyShard] = {}
+    for path, items in chosen.items():
+        fully = find_plan(items, FullyShard)
+        if fully is not None:
+            for _, variable in variables_of(layers[path]):
+                before = sharded.setdefault(id(variable), fully)
+                if before.axis != fully.axis:
+                    raise ValueError(f"{before} and {fully} fight over a parameter of {path!r}; leave out one of them")
+    places = {}
+    for _, variable in variables_of(model):
+        value = variable.get_raw_value()
+        layout = claims.layout(id(variable), mesh, len(value.shape))
+        fully = sharded.get(id(variable))
+        if layout is None and fully is None and _lives_on(value, mesh):
+            continue
+        layout = layout or Layout(mesh, {}).resolved(len(value.shape))
+        if fully is not None and isinstance(variable, nnx.Param) and value.size >= max(fully.min_size, 1):
+            layout = stage3_layout(layout, value.shape, fully.axis)
+        places[id(variable)] = layout.sharding
+    return places
+
+
+def variables_of(model: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
+    """Every variable that holds an array, once, with its first path."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable) and hasattr(node.get_raw_value(), "shape"):
+            yield join_path(path), node
+
+
+def _lives_on(value: Any, mesh: AnyMesh) -> bool:
+    sharding = getattr(value, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def place(model: nnx.Module, places: Mapping[int, NamedSharding]) -> None:
+    """Arrays put where they go. Abstract ones (``nnx.eval_shape``), and those being traced, have nothing to move."""
+    for _, variable in variables_of(model):
+        value, sharding = variable.get_raw_value(), places.get(id(variable))
+        movable = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        if movable and sharding is not None and isinstance(sharding.mesh, Mesh):
+            variable.set_raw_value(jax.device_put(value, sharding))

@@ -1,0 +1,129 @@
+"""A plan that is guessed when it meets its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import rich
+from rich.table import Table
+
+from shardkit.parallel.paths import PathPattern
+from shardkit.parallel.plans import LayerPlan
+from shardkit.placements import AnyMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A layer that a model has.
+
+    Attributes:
+      path: its path.
+      kind: "linear", "attention", "embedding", "norm", "dropout", "conv", "model" (the model itself) or "other".
+      name: of its class.
+      inputs, outputs: features in and out; of an embedding vocabulary and features; 0 where it has none.
+      heads, kv_heads: of attention.
+    """
+
+    path: str
+    kind: str
+    name: str
+    inputs: int = 0
+    outputs: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+
+    @property
+    def parent(self) -> str:
+        """The path of what holds it."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def last(self) -> str:
+        """Its own name."""
+        return self.path.rpartition("/")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen for a layer, and why; no plans: it's left as it is."""
+
+    path: PathPattern
+    name: str
+    plans: tuple[LayerPlan, ...]
+    why: str
+
+
+Guess = Callable[[Sequence[Found], AnyMesh | None], list[Choice]]
+
+
+class ReadyPlan(dict):
+    """``{path pattern: plan}`` of your own, over a guess that's made when the plan meets its model.
+
+    Entries that you set stand in for what was guessed for that path; ``None`` leaves the layer as it is.
+    ``guess(model)`` gives the whole plan as a plain dictionary, to be edited.
+    """
+
+    def __init__(self, title: str, guess: Guess, verbose: bool = True):
+        super().__init__()
+        self.title, self.verbose, self._guess = title, verbose, guess
+        self._shown: list[Choice] | None = None
+
+    def guess(self, model: Any, *args: Any, mesh: AnyMesh | None = None, **kwargs: Any) -> dict[PathPattern, Any]:
+        """The plan for a model, as a plain dictionary; what was chosen is printed (``verbose``).
+
+        Args:
+          model: an ``nnx.Module``; or a ``linen.Module``, with what its ``init`` takes.
+          args, kwargs: for ``init`` of a linen model (a key and inputs; shapes will do).
+          mesh: sizes are checked against it, if given.
+        """
+        from shardkit.parallel.ready.describe import describe
+
+        return self.for_layers(describe(model, args, kwargs), mesh)
+
+    def for_layers(self, layers: Sequence[Found], mesh: AnyMesh | None) -> dict[PathPattern, Any]:
+        """The plan for a model of these layers."""
+        choices = self._guess(layers, mesh)
+        if self.verbose and choices != self._shown:
+            rich.print(self._table(choices))
+        self._shown = choices
+        plan: dict[PathPattern, Any] = {c.path: list(c.plans) for c in choices if c.plans}
+        plan |= dict(self)
+        return {pattern: items for pattern, items in plan.items() if items is not None}
+
+    def with_plans(self, more: Mapping[PathPattern, Any]) -> ReadyPlan:
+        """This plan with more entries, which join what's guessed for their paths."""
+
+        def both(layers: Sequence[Found], mesh: AnyMesh | None) -> list[Choice]:
+            choices, rest = [], dict(more)
+            for choice in self._guess(layers, mesh):
+                added = _listed(rest.pop(choice.path, ()))
+                choices.append(dataclasses.replace(choice, plans=(*added, *choice.plans)))
+            return [*(Choice(p, "", tuple(_listed(items)), "given") for p, items in rest.items()), *choices]
+
+        joined = ReadyPlan(self.title, both, self.verbose)
+        joined.update(self)
+        return joined
+
+    def _table(self, choices: Sequence[Choice]) -> Table:
+        table = Table("path", "layer", "plan", "why", title=self.title, title_justify="left")
+        for (name, plans, why), paths in _alike(choices, self).items():
+            shown = list(dict.fromkeys(re.sub(r"\d+", "*", p) if len(paths) > 1 else p for p in paths))
+            table.add_row("\n".join(p or "(the model)" for p in shown), name, plans, why)
+        return table
+
+
+def _alike(choices: Sequence[Choice], own: Container[Any]) -> dict[tuple[str, str, str], list[str]]:
+    """Paths of layers of which one row tells all, in order."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for choice in choices:
+        plans = " + ".join(plan.label for plan in choice.plans) or "-"
+        why = choice.why + ("; yours stands in for it" if choice.path in own else "")
+        found.setdefault((choice.name, plans, why), []).append(str(choice.path))
+    return found
+
+
+def _listed(items: Any) -> Sequence[Any]:
+    return items if isinstance(items, list | tuple) else [items]

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers, embeddings and losses whose weights or classes devices share out."""

@@ -1,0 +1,53 @@
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from shardkit.attention import flax_attention_fn
+from tests.attention.oracle import assert_equal, operands
+
+
+@pytest.mark.parametrize("backend", ["ring", "all_to_all"])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_nnx_with_dropout(mesh_for, backend, broadcast):
+    mesh = mesh_for({"sp": 2})
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    mask = nnx.make_causal_mask(jnp.ones((2, 8)))
+
+    def run(**kwargs):
+        layer = nnx.MultiHeadAttention(
+            2, 8, dropout_rate=0.5, broadcast_dropout=broadcast, decode=False, rngs=nnx.Rngs(0), **kwargs
+        )
+        return layer(x, mask=mask, deterministic=True), layer(x, mask=mask, deterministic=False)
+
+    assert_equal(run(attention_fn=flax_attention_fn("sp", backend, mesh=mesh)), run(), 1e-5)
+
+
+def test_linen(mesh_for):
+    mesh = mesh_for({"sp": 2})
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    fn = flax_attention_fn("sp", mesh=mesh, causal=True)
+    assert hash(fn) == hash(flax_attention_fn("sp", mesh=mesh, causal=True))
+    make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, dropout_rate=0.3, deterministic=False)
+    mask, rngs = nn.make_causal_mask(jnp.ones((2, 8))), {"dropout": jax.random.key(3)}
+    plain = make()
+    variables = plain.init({"params": jax.random.key(1), **rngs}, x)
+
+    def gradient(layer, **kwargs):
+        return jax.jit(jax.grad(lambda v: (layer.apply(v, x, rngs=rngs, **kwargs) ** 2).sum()))(variables)
+
+    assert_equal(gradient(make(attention_fn=fn)), gradient(plain, mask=mask), 1e-4)
+
+
+def test_errors(mesh_for):
+    with pytest.raises(ValueError, match="backend='x' is unknown"):
+        flax_attention_fn("sp", "x")
+    with pytest.raises(ValueError, match="order='x' is unknown"):
+        flax_attention_fn("sp", order="x")
+    with pytest.raises(ValueError, match='belong to backend="ring"'):
+        flax_attention_fn("sp", "all_to_all", order="zigzag")
+    with pytest.raises(ValueError, match="can't be sown"):
+        flax_attention_fn("sp", mesh=mesh_for({"sp": 1}))(*operands(), module=object())
