@@ -174,6 +174,17 @@ def manual_axes() -> frozenset[str]:
     return frozenset(() if abstract.empty else abstract.manual_axes)
 
 
+def holds_arrays(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices are real: of a mesh that is only described (``sk.target_mesh``, abstract) they aren't."""
+    if not isinstance(mesh, Mesh):
+        return False
+    device = mesh.devices.flat[0]
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # no such platform here
+        return False
+
+
 def mesh_of(x: Any) -> Mesh | AbstractMesh | None:
     """The mesh an array lives on, where it says so."""
     if not isinstance(x, jax.Array):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -141,7 +142,18 @@ class Matcher:
     def _complain(self, text: str, always: bool = False) -> None:
         if self._strict and not always:
             raise ValueError(text)
-        warnings.warn(text, UserWarning, stacklevel=5)
+        warnings.warn(text, UserWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """How far up the code is that isn't ours or Flax's: where a warning points at."""
+    frame, level = sys._getframe(1), 1  # as warnings.warn counts: 1 is who calls it
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.split(".")[0] not in ("shardkit", "flax", "jax", "contextlib", "functools"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2
 
 
 def _fight(path: str, first: tuple[PathPattern, LayerPlan], second: tuple[PathPattern, LayerPlan]) -> str:

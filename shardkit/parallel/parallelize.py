@@ -11,7 +11,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit.meshes import resolve_mesh
+from shardkit.meshes import holds_arrays, resolve_mesh
 from shardkit.parallel.config import optimizer_for, read_config
 from shardkit.parallel.linen.model import LinenPlan, with_plan
 from shardkit.parallel.matching import Plans, read_plans
@@ -36,7 +36,8 @@ def parallelize(
     Args:
       model: an ``nnx.Module``, which changes in place; a function that makes one, which is then made with every
         parameter where it goes (never whole on one device), with the values it has unsharded; or a ``linen.Module``,
-        whose copy under the plan is returned: its ``init`` makes variables where they go.
+        whose copy under the plan is returned: its ``init`` makes variables where they go. On devices that are only
+        described (``sk.target_mesh``) what's made are ``jax.ShapeDtypeStruct``, for ``sk.explain`` and its kin.
       plan: ``{path pattern: plan}``, or a list of plans for a pattern. In a pattern ``*`` is one level and ``**`` any
         number of levels, and ``""`` is the model itself; one that ends in ``**`` takes every layer below that the plan
         knows, any other must match only such layers. A compiled regex must match the whole path. ``sk.plans`` makes
@@ -120,14 +121,19 @@ def _create(make: Callable[[], Any], given: Any, mesh: Mesh | AbstractMesh, stri
     if not isinstance(model, nnx.Module):
         raise TypeError(f"parallelize: the function made a {type(model).__name__}, not an nnx.Module")
     places = apply_plans(model, _plans_for(model, given, mesh), mesh, strict)
-    if not isinstance(mesh, Mesh):
-        return model  # described devices hold nothing
-    where = [places[id(variable)] for _, variable in variables_of(model)]
+    if not holds_arrays(mesh):
+        place(model, places)
+        return model
+    variables = [variable for _, variable in variables_of(model)]
+    placed = [i for i, variable in enumerate(variables) if id(variable) in places]
+    others = [i for i in range(len(variables)) if i not in placed]
 
-    def values() -> list[Any]:
-        return [variable.get_raw_value() for _, variable in variables_of(make())]
+    def values(of: tuple[int, ...]) -> list[Any]:
+        made = [variable.get_raw_value() for _, variable in variables_of(make())]
+        return [made[i] for i in of]
 
-    made = jax.jit(values, out_shardings=where)()
-    for (_, variable), value in zip(variables_of(model), made, strict=True):
-        variable.set_raw_value(value)
+    found = jax.jit(values, static_argnums=0, out_shardings=[places[id(variables[i])] for i in placed])(tuple(placed))
+    rest = jax.jit(values, static_argnums=0)(tuple(others)) if others else []
+    for i, value in zip((*placed, *others), (*found, *rest), strict=True):
+        variables[i].set_raw_value(value)
     return model

@@ -20,15 +20,24 @@ def plain(query, key, value, *, causal=False, bias=None, mask=None, keep=None, k
 
 
 def operands(batch=2, rows=32, cols=None, heads=4, kv_heads=None, depth=8, depth_v=None, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
+    draw = np.random.default_rng(seed)  # of NumPy: nothing to compile
     cols, kv_heads, depth_v = cols or rows, kv_heads or heads, depth_v or depth
     shapes = (batch, rows, heads, depth), (batch, cols, kv_heads, depth), (batch, cols, kv_heads, depth_v)
-    return tuple(jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes, strict=True))
+    return tuple(jnp.asarray(draw.standard_normal(shape)) for shape in shapes)
+
+
+def normal(*shape, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def coin(probability, *shape, seed=2):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
 
 
 def pulled(fun):
-    """(result, gradients) of all arguments, for a fixed cotangent."""
+    """(result, gradients) of all arguments, for a fixed cotangent; one program."""
 
+    @jax.jit
     def run(*args):
         out, pull = jax.vjp(fun, *args)
         weights = jnp.sin(jnp.arange(float(out.size))).reshape(out.shape).astype(out.dtype)

@@ -10,13 +10,20 @@ from shardkit.attention import flax_attention_fn
 from tests.attention.oracle import assert_equal, operands
 
 
-@pytest.mark.parametrize("backend", ["ring", "all_to_all"])
-@pytest.mark.parametrize("broadcast", [True, False])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("backend", "broadcast"),
+    [("ring", True), slow("ring", False), slow("all_to_all", True), slow("all_to_all", False)],
+)
 def test_nnx_with_dropout(mesh_for, backend, broadcast):
     mesh = mesh_for({"sp": 2})
     x = jax.random.normal(jax.random.key(0), (2, 8, 8))
     mask = nnx.make_causal_mask(jnp.ones((2, 8)))
 
+    @functools.partial(jax.jit, static_argnames="attention_fn")
     def run(**kwargs):
         layer = nnx.MultiHeadAttention(
             2, 8, dropout_rate=0.5, broadcast_dropout=broadcast, decode=False, rngs=nnx.Rngs(0), **kwargs
@@ -34,7 +41,7 @@ def test_linen(mesh_for):
     make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, dropout_rate=0.3, deterministic=False)
     mask, rngs = nn.make_causal_mask(jnp.ones((2, 8))), {"dropout": jax.random.key(3)}
     plain = make()
-    variables = plain.init({"params": jax.random.key(1), **rngs}, x)
+    variables = jax.jit(plain.init)({"params": jax.random.key(1), **rngs}, x)
 
     def gradient(layer, **kwargs):
         return jax.jit(jax.grad(lambda v: (layer.apply(v, x, rngs=rngs, **kwargs) ** 2).sum()))(variables)

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
+from shardkit import scopes
 from shardkit.attention import from_zigzag, ring_attention, tiles, to_zigzag, zigzag_order
-from tests.attention.oracle import assert_equal, operands, plain, pulled
+from tests.attention.oracle import assert_equal, coin, normal, operands, plain, pulled
 
 
 @pytest.fixture
@@ -20,19 +21,27 @@ def place(mesh, *spec):
     return lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 CASES = [
-    # shards, causal, order, kv_heads
-    (4, True, "zigzag", 2),
-    (4, True, "contiguous", 4),
-    (2, False, "contiguous", 1),
-    pytest.param(8, True, "zigzag", 1, marks=pytest.mark.slow),
-    pytest.param(8, False, "contiguous", 2, marks=pytest.mark.slow),
-    pytest.param(1, True, "contiguous", 2, marks=pytest.mark.slow),
+    # axis types, shards, causal, order, kv_heads
+    ("auto", 4, True, "zigzag", 2),
+    ("auto", 4, True, "contiguous", 4),
+    ("explicit", 8, False, "contiguous", 1),
+    slow("explicit", 4, True, "zigzag", 2),
+    slow("explicit", 4, True, "contiguous", 4),
+    slow("auto", 8, False, "contiguous", 1),
+    *(slow(types, 2, False, "contiguous", 1) for types in ("auto", "explicit")),
+    *(slow(types, 8, True, "zigzag", 1) for types in ("auto", "explicit")),
+    *(slow(types, 8, False, "contiguous", 2) for types in ("auto", "explicit")),
+    *(slow(types, 1, True, "contiguous", 2) for types in ("auto", "explicit")),
 ]
 
 
-@pytest.mark.parametrize(("shards", "causal", "order", "kv_heads"), CASES)
-def test_values_gradients_and_permutes(mesh_for, ambient, axis_types, small_tiles, shards, causal, order, kv_heads):
+@pytest.mark.parametrize(("axis_types", "shards", "causal", "order", "kv_heads"), CASES)
+def test_values_gradients_and_permutes(mesh_for, ambient, small_tiles, axis_types, shards, causal, order, kv_heads):
     mesh = mesh_for({"sp": shards}, axis_types)
     args = operands(rows=8 * shards, kv_heads=kv_heads)
     expected = pulled(functools.partial(plain, causal=causal))
@@ -46,7 +55,7 @@ def test_values_gradients_and_permutes(mesh_for, ambient, axis_types, small_tile
     attend = functools.partial(ring_attention, axis="sp", causal=causal, order=order, mesh=mesh)
     with ambient(mesh):
         placed = tuple(map(place(mesh, None, "sp"), args))
-        step = jax.jit(pulled(attend)).lower(*placed).compile()
+        step = pulled(attend).lower(*placed).compile()
         out, grads = step(*placed)
     assert_equal((out, grads), truth(*args))
     wanted = NamedSharding(mesh, PartitionSpec(None, "sp"))
@@ -55,29 +64,32 @@ def test_values_gradients_and_permutes(mesh_for, ambient, axis_types, small_tile
     permutes = (3 if shards > 2 else 2) * (shards - 1)
     report = sk.assert_collectives(step, all_gather=0, all_reduce=0, all_to_all=0, mesh=mesh)
     assert sum(entry.trip_count for entry in report) == permutes
+    assert {scopes.scope_of(entry.op_name) for entry in report} <= {scopes.ATTENTION}
 
 
 def test_bias_mask_and_lengths(mesh_for, small_tiles):
     mesh = mesh_for({"sp": 4})
     args = operands(rows=30, cols=21, kv_heads=2, depth_v=5)
-    bias = jax.random.normal(jax.random.key(1), (4, 30, 21), jnp.float64)
-    mask = jax.random.bernoulli(jax.random.key(2), 0.2, (2, 1, 30, 21)).at[:, :, 3].set(False)
-    found = jax.jit(pulled(lambda q, k, v, b: ring_attention(q, k, v, bias=b, mask=mask, axis="sp", mesh=mesh)))
+    bias = normal(4, 30, 21)
+    mask = coin(0.2, 2, 1, 30, 21).at[:, :, 3].set(False)
+    found = pulled(lambda q, k, v, b: ring_attention(q, k, v, bias=b, mask=mask, axis="sp", mesh=mesh))
     assert_equal(found(*args, bias), pulled(lambda q, k, v, b: plain(q, k, v, bias=b, mask=mask))(*args, bias))
 
 
+@pytest.mark.slow
 def test_causal_with_broadcast_bias_and_mask(mesh_for, ambient, axis_types):
     mesh = mesh_for({"sp": 2, "tp": 2}, axis_types)
     args = operands(rows=16, kv_heads=2)
-    bias = jax.random.normal(jax.random.key(1), (4, 1, 16), jnp.float64)
+    bias = normal(4, 1, 16)
     mask = jnp.arange(16) >= jnp.array([0, 5])[:, None, None, None]  # the first rows see nothing
     attend = functools.partial(ring_attention, causal=True, mask=mask, axis="sp", mesh=mesh)
     with ambient(mesh):
         placed = tuple(map(place(mesh, None, "sp", "tp"), args))
-        found = jax.jit(pulled(lambda q, k, v, b: attend(q, k, v, bias=b)))(*placed, bias)
+        found = pulled(lambda q, k, v, b: attend(q, k, v, bias=b))(*placed, bias)
     assert_equal(found, pulled(lambda q, k, v, b: plain(q, k, v, bias=b, mask=mask, causal=True))(*args, bias))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["dp", "tp"])
 def test_other_mesh_axes_stay(mesh_for, ambient, axis_types, other):
     mesh = mesh_for({other: 2, "sp": 4}, axis_types)
@@ -86,7 +98,7 @@ def test_other_mesh_axes_stay(mesh_for, ambient, axis_types, other):
     attend = functools.partial(ring_attention, axis="sp", causal=True, mesh=mesh)
     with ambient(mesh):
         placed = tuple(map(place(mesh, *spec), args))
-        step = jax.jit(pulled(attend)).lower(*placed).compile()
+        step = pulled(attend).lower(*placed).compile()
         found = step(*placed)
     assert_equal(found, pulled(functools.partial(plain, causal=True))(*args))
     wanted = NamedSharding(mesh, PartitionSpec(*spec))
@@ -94,11 +106,14 @@ def test_other_mesh_axes_stay(mesh_for, ambient, axis_types, other):
     sk.assert_collectives(step, collective_permute={"sp": 9}, all_gather=0, all_reduce=0, all_to_all=0, mesh=mesh)
 
 
-@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize(
+    ("axis_types", "balance"),
+    [("auto", True), slow("auto", False), slow("explicit", True), slow("explicit", False)],
+)
 def test_nested_in_value_and_grad(mesh_for, ambient, axis_types, balance):
     mesh = mesh_for({"dp": 2, "sp": 4}, axis_types)
-    x = jax.random.normal(jax.random.key(0), (4, 16, 8), jnp.float64)
-    w = jax.random.normal(jax.random.key(1), (8, 24), jnp.float64)
+    x = normal(4, 16, 8, seed=0)
+    w = normal(8, 24)
 
     def loss(attend, w, x):
         parts = (p.reshape(*p.shape[:-1], 2, 4) for p in jnp.split(x @ w, 3, -1))
@@ -109,14 +124,14 @@ def test_nested_in_value_and_grad(mesh_for, ambient, axis_types, balance):
         step = sk.value_and_grad(functools.partial(loss, attend), batch_axes="dp", mesh=mesh)
         value, grad = jax.jit(step)(w, place(mesh, "dp", "sp")(x))
         grad = grad.reduce()
-    assert_equal((value, grad), jax.value_and_grad(functools.partial(loss, plain))(w, x))
+    assert_equal((value, grad), jax.jit(jax.value_and_grad(functools.partial(loss, plain)))(w, x))
 
 
-@pytest.mark.parametrize("names", [("sp",), ("dp", "sp")])
+@pytest.mark.parametrize("names", [("sp",), slow(("dp", "sp"))])
 def test_inside_a_manual_region(mesh_for, names):
     mesh = mesh_for({"dp": 2, "sp": 4})
     args = operands(rows=16, kv_heads=2)
-    bias = jax.random.normal(jax.random.key(1), (4, 16, 16), jnp.float64)
+    bias = normal(4, 16, 16)
     spec = PartitionSpec("dp" if "dp" in names else None, "sp")
     region = jax.shard_map(
         lambda q, k, v, b: ring_attention(q, k, v, axis="sp", causal=True, bias=b),
@@ -126,33 +141,36 @@ def test_inside_a_manual_region(mesh_for, names):
         axis_names=set(names),
     )
     assert_equal(
-        jax.jit(pulled(region))(*args, bias),
+        pulled(region)(*args, bias),
         pulled(lambda q, k, v, b: plain(q, k, v, causal=True, bias=b))(*args, bias),
     )
 
 
+@pytest.mark.slow
 def test_transformations(mesh_for):
     mesh = mesh_for({"sp": 2})
     args = operands(rows=8)
     attend = functools.partial(ring_attention, axis="sp", causal=True, mesh=mesh)
     truth = functools.partial(plain, causal=True)
     assert_equal(attend(*args), truth(*args))  # eager
-    assert_equal(jax.jit(pulled(jax.checkpoint(attend)))(*args), pulled(truth)(*args))
+    assert_equal(pulled(jax.checkpoint(attend))(*args), pulled(truth)(*args))
     many = tuple(jnp.stack([x, 2 * x]) for x in args)
-    assert_equal(jax.jit(pulled(jax.vmap(attend)))(*many), pulled(jax.vmap(truth))(*many))
+    assert_equal(pulled(jax.vmap(attend))(*many), pulled(jax.vmap(truth))(*many))
     assert_equal(attend(*(x[0] for x in args)), truth(*(x[0] for x in args)))  # no batch
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_in_float32(mesh_for):
     mesh = mesh_for({"sp": 4})
     args = tuple(x.astype(jnp.bfloat16) for x in operands(rows=32))
     exact = tuple(x.astype(jnp.float64) for x in args)
-    out, grads = jax.jit(pulled(functools.partial(ring_attention, axis="sp", mesh=mesh)))(*args)
+    out, grads = pulled(functools.partial(ring_attention, axis="sp", mesh=mesh))(*args)
     assert out.dtype == jnp.bfloat16 and all(g.dtype == jnp.bfloat16 for g in grads)
     truth = pulled(plain)(*exact)
     assert_equal(jax.tree.map(lambda x: x.astype(jnp.float64), (out, grads)), truth, 0.1)
 
 
+@pytest.mark.parametrize("axis_types", ["explicit", slow("auto")])
 def test_padded(mesh_for, ambient, axis_types):
     @jax.jit
     def spoil(x):  # what pads it means nothing
@@ -165,21 +183,21 @@ def test_padded(mesh_for, ambient, axis_types):
         padded = [sk.Padded(spoil(x.array), x.logical_shape) for x in padded]
         out = jax.jit(functools.partial(ring_attention, axis="sp", causal=True, mesh=mesh))(*padded)
     assert isinstance(out, sk.Padded) and out.shape == args[0].shape
-    assert_equal(np.asarray(out), plain(*args, causal=True))
+    assert_equal(np.asarray(out), jax.jit(functools.partial(plain, causal=True))(*args))
 
 
+@pytest.mark.parametrize("axis_types", ["auto", slow("explicit")])
 def test_zigzag_and_back(mesh_for, ambient, axis_types):
     mesh = mesh_for({"sp": 4}, axis_types)
     x = jnp.arange(48.0).reshape(3, 16)
     with ambient(mesh):
         placed = place(mesh, None, "sp")(x)
-        moved = to_zigzag(placed, axis="sp", mesh=mesh)
+        move = jax.jit(functools.partial(to_zigzag, axis="sp", mesh=mesh)).lower(placed).compile()
+        moved = move(placed)
         back = from_zigzag(moved, axis="sp", mesh=mesh)
     np.testing.assert_array_equal(moved, x[:, np.array(zigzag_order(16, 4))])
     np.testing.assert_array_equal(back, x)
-    move = functools.partial(to_zigzag, axis="sp", mesh=mesh)
-    with ambient(mesh):
-        sk.assert_collectives(jax.jit(move), placed, collective_permute=2, all_gather=0, mesh=mesh)
+    sk.assert_collectives(move, collective_permute=2, all_gather=0, mesh=mesh)
 
 
 def _temporaries(shards, length):

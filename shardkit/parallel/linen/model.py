@@ -12,8 +12,9 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
+from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
 from shardkit.parallel.linen.session import WRAPS, Session, plain_class
 from shardkit.parallel.matching import read_plans
@@ -116,11 +117,14 @@ def _create(plan: LinenPlan, run: Callable[..., tuple[Any, Any]], args: tuple[An
     output, variables = jax.eval_shape(made, arrays)
     session.check_used({})
     places = _places(session, variables, plan.mesh)
-    if isinstance(plan.mesh, Mesh) and not any(isinstance(x, Tracer) for x in arrays):
+    if any(isinstance(x, Tracer) for x in arrays):
+        output, variables = made(arrays)
+        return output, jax.tree.map(_constrain, variables, places)
+    if holds_arrays(plan.mesh):
         free = jax.tree.map(lambda _: None, output)
         return jax.jit(made, out_shardings=(free, places))(arrays)
-    output, variables = made(arrays)
-    return output, jax.tree.map(_constrain, variables, places)
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    return output, jax.tree.map(place, variables, places)
 
 
 def _constrain(x: Any, place: NamedSharding) -> Any:

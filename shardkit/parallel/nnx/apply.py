@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardkit.attention import flax_attention_fn
+from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
 from shardkit.parallel.around import Around
 from shardkit.parallel.claims import Claims
@@ -202,6 +203,9 @@ def _places(
                     raise ValueError(f"{before} and {fully} fight over a parameter of {path!r}; leave out one of them")
     places = {}
     for _, variable in variables_of(model):
+        if isinstance(variable, nnx.RngState):
+            # Small, and on no mesh: a function may close over it, and update it where axes are manual.
+            continue
         value = variable.get_raw_value()
         layout = claims.layout(id(variable), mesh, len(value.shape))
         fully = sharded.get(id(variable))
@@ -227,9 +231,12 @@ def _lives_on(value: Any, mesh: AnyMesh) -> bool:
 
 
 def place(model: nnx.Module, places: Mapping[int, NamedSharding]) -> None:
-    """Arrays put where they go. Abstract ones (``nnx.eval_shape``), and those being traced, have nothing to move."""
+    """Arrays put where they go; abstract ones (``nnx.eval_shape``), or on described devices, say where that is."""
     for _, variable in variables_of(model):
         value, sharding = variable.get_raw_value(), places.get(id(variable))
-        movable = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-        if movable and sharding is not None and isinstance(sharding.mesh, Mesh):
+        if sharding is None or isinstance(value, Tracer):
+            continue
+        if isinstance(value, jax.Array) and holds_arrays(sharding.mesh):
             variable.set_raw_value(jax.device_put(value, sharding))
+        else:
+            variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
