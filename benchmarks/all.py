@@ -51,6 +51,7 @@ RUNS = (
     Run("reshard"),
     Run("optimizer", ("--targets",), needs=("tpu", "gpu"), instead=("--only", "cpu")),
     Run("partition"),
+    Run("models", ("--targets",), needs=("tpu", "gpu"), instead=("--only", "cpu")),
     Run("scaling", needs=("tpu",)),
     Run("peers"),  # says itself which peers aren't there
 )

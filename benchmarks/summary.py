@@ -156,6 +156,28 @@ def partition(data: Mapping[str, Any]) -> Iterator[Comparison]:
     yield Comparison("partition", CPU, f"`partition` / {XLA}", data["versions"], rows)
 
 
+def models(data: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Whole models under plans, in every form of ours."""
+
+    def row(r: Mapping[str, Any]) -> tuple[str, str, str]:
+        return r["job"]["target"], r["job"]["model"], r["job"]["way"]
+
+    theirs = {row(r): r for r in data["rows"] if r["job"]["form"] == XLA}
+    pairs = [(r, theirs[row(r)]) for r in data["rows"] if r["job"]["form"] != XLA and row(r) in theirs]
+    for target in _unique(row(ours)[0] for ours, _ in pairs):
+        rows = {
+            f"{ours['job']['model']}, {ours['job']['way']}, {ours['job']['form']}": ratios(
+                bytes=(ours["received_kb"], other["received_kb"]),
+                temporaries=(ours["temporaries_kb"], other["temporaries_kb"]),
+                cycles=(ours["mega_cycles"], other["mega_cycles"]),
+            )
+            for ours, other in pairs
+            if row(ours)[0] == target
+        }
+        platform = f"{CPU}, compiled only" if target == "cpu" else target
+        yield Comparison("models", platform, "`parallelize` / annotated Flax models", data["versions"], rows)
+
+
 def scaling(data: Mapping[str, Any]) -> Iterator[Comparison]:
     """Against the other on as many chips; how each scales stands in its own section. Compiled once, so not timed."""
 
@@ -209,7 +231,7 @@ def peers(data: Mapping[str, Any]) -> Iterator[Comparison]:
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterable[Comparison]]] = {
-    reader.__name__: reader for reader in (ring_conv, ring_conv_targets, reshard, optimizer, partition, scaling, peers)
+    reader.__name__: reader for reader in (ring_conv, ring_conv_targets, reshard, optimizer, partition, models, scaling, peers)
 }
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded
 from shardkit.meshes import manual_axes, resolve_mesh
+from shardkit.optim.examples import current_examples
 from shardkit.parallel.tensor.layers import cast_once
 from shardkit.placements import entry_names
 from shardkit.spatial.operands import axis_entries, explicit_axes
@@ -95,15 +96,14 @@ def _placed(x: Any, dim: int, axis: str | None, mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CutInputs:
-    """All positional arguments that are arrays."""
+    """The first ``count`` positional arguments, if they are arrays; None: all of them."""
 
     cut: Cut
-    first_only: bool = False
+    count: int | None = None
 
     def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        if self.first_only:
-            return (*map(self.cut, args[:1]), *args[1:]), kwargs
-        return tuple(map(self.cut, args)), kwargs
+        count = len(args) if self.count is None else self.count
+        return (*map(self.cut, args[:count]), *args[count:]), kwargs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,24 @@ class CastOnce:
         if dtype is None:
             dtype = jnp.result_type(args[0].dtype, layer.param_dtype)
         return (cast_once(args[0], jnp.dtype(dtype)), *args[1:]), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class OneMaskForAll:
+    """Attention whose dropout draws a mask for each example is refused where it has a part of the examples only."""
+
+    path: str
+
+    def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        still = kwargs.get("deterministic")
+        still = layer.deterministic if still is None else still
+        if current_examples() is not None and layer.dropout_rate > 0 and not layer.broadcast_dropout and not still:
+            raise ValueError(
+                f'layer {self.path!r}: with keys="shared" attention can\'t draw a dropout mask for each example, as it '
+                "doesn't know which it has; make it with broadcast_dropout=True (Flax's default), or use "
+                'keys="split"'
+            )
+        return args, kwargs
 
 
 @dataclasses.dataclass(frozen=True)

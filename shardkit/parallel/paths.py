@@ -48,6 +48,15 @@ def nearest(pattern: PathPattern, paths: Iterable[str], count: int = 5) -> list[
     return difflib.get_close_matches(text, known, n=count, cutoff=0.0) or known[:count]
 
 
+def below(path: str, name: str) -> str:
+    """The path of what ``path`` holds as ``name``.
+
+    >>> below("enc", "conv"), below("", "conv")
+    ('enc/conv', 'conv')
+    """
+    return f"{path}/{name}" if path else name
+
+
 def join_path(parts: Iterable[object]) -> str:
     """``("enc", 0, "conv")`` as ``"enc/0/conv"``; the model itself is ``""``."""
     return "/".join(str(p) for p in parts)

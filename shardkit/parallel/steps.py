@@ -15,6 +15,7 @@ from shardkit.parallel.around import (
     Cut,
     CutInputs,
     CutResult,
+    OneMaskForAll,
     UserInput,
     UserOutput,
 )
@@ -33,7 +34,13 @@ from shardkit.parallel.plans.base import find_plan
 
 
 def around_layer(
-    plans: Sequence[LayerPlan], mesh: Mesh | AbstractMesh, path: str, *, outputs: int | None, table: bool = False
+    plans: Sequence[LayerPlan],
+    mesh: Mesh | AbstractMesh,
+    path: str,
+    *,
+    outputs: int | None,
+    table: bool = False,
+    attends: bool = False,
 ) -> Around:
     """Around one layer.
 
@@ -43,6 +50,7 @@ def around_layer(
       outputs: dims that the layer's weight gives its result; None: it has no such weight, or isn't its own layer to
         multiply it (attention).
       table: the weight is an embedding table.
+      attends: it's attention.
     """
     before: list[Before] = []
     after: list[After] = []
@@ -50,6 +58,8 @@ def around_layer(
     def cut(dim: int, axis: str | None, plan: Any) -> Cut:
         return Cut(dim, axis, mesh, path, str(plan))
 
+    if attends:
+        before.append(OneMaskForAll(path))
     user = find_plan(plans, PrepareLayerInput)
     if user is not None:
         before.append(UserInput(user.fn, mesh))
@@ -62,10 +72,10 @@ def around_layer(
     sequence = find_plan(plans, SequenceParallel)
     ring = find_plan(plans, RingAttention)
     if ring is not None:
-        before.append(CutInputs(cut(-2, ring.axis, ring)))
+        before.append(CutInputs(cut(-2, ring.axis, ring), count=3))  # of query, key and value
         after.append(CutResult(cut(-2, ring.axis, ring)))
     if weight is None and sequence is not None:
-        before.append(CutInputs(cut(sequence.dim, sequence.axis, sequence), first_only=True))
+        before.append(CutInputs(cut(sequence.dim, sequence.axis, sequence), count=1))
         after.append(CutResult(cut(sequence.dim, sequence.axis, sequence)))
     if outputs is not None and isinstance(weight, ColWiseParallel):
         if not table:

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
-from shardkit import scopes
 from shardkit.attention import all_to_all_attention, tiles
+from shardkit.inspect.explaining.purposes import Facts, reason
 from tests.attention.oracle import assert_equal, coin, normal, operands, plain, pulled
 
 
@@ -48,7 +48,7 @@ def test_values_gradients_and_exchanges(mesh_for, ambient, monkeypatch, axis_typ
     counts: dict[str, Any] = {used: {"sp": 4}, unused: 0}
     report = sk.assert_collectives(step, all_gather=0, all_reduce=0, mesh=mesh, **counts)
     assert len(report) == 4
-    assert {scopes.scope_of(entry.op_name) for entry in report} == {scopes.ATTENTION}
+    assert {reason(entry, Facts()).purpose for entry in report} == {"attention"}
 
 
 @pytest.mark.slow

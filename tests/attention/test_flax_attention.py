@@ -15,10 +15,17 @@ def slow(*values):
 
 
 @pytest.mark.parametrize(
-    ("backend", "broadcast"),
-    [("ring", True), slow("ring", False), slow("all_to_all", True), slow("all_to_all", False)],
+    ("backend", "broadcast", "deterministic"),
+    [
+        ("ring", True, False),
+        slow("ring", False, False),
+        slow("ring", True, True),
+        slow("all_to_all", True, False),
+        slow("all_to_all", False, False),
+        slow("all_to_all", True, True),
+    ],
 )
-def test_nnx_with_dropout(mesh_for, backend, broadcast):
+def test_nnx_with_dropout(mesh_for, backend, broadcast, deterministic):
     mesh = mesh_for({"sp": 2})
     x = jax.random.normal(jax.random.key(0), (2, 8, 8))
     mask = nnx.make_causal_mask(jnp.ones((2, 8)))
@@ -28,7 +35,7 @@ def test_nnx_with_dropout(mesh_for, backend, broadcast):
         layer = nnx.MultiHeadAttention(
             2, 8, dropout_rate=0.5, broadcast_dropout=broadcast, decode=False, rngs=nnx.Rngs(0), **kwargs
         )
-        return layer(x, mask=mask, deterministic=True), layer(x, mask=mask, deterministic=False)
+        return layer(x, mask=mask, deterministic=deterministic)
 
     assert_equal(run(attention_fn=flax_attention_fn("sp", backend, mesh=mesh)), run(), 1e-5)
 

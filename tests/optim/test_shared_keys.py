@@ -1,6 +1,7 @@
 """Random layers of a loss over a spread batch: the masks of the whole batch, however it's spread."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,8 +146,12 @@ def loops(w, x, key):
     return jnp.mean(compiled_once(w, x, keys[4]) ** 2)
 
 
-REGIONS = [({"dp": 4}, "dp", 2, "auto"), ({"dp": 2, "fsdp": 2, "tp": 2}, ("fsdp", "dp"), 1, "explicit")]
-REGIONS += [pytest.param(*r[:3], t, marks=pytest.mark.slow) for r, t in zip(REGIONS, ("explicit", "auto"), strict=True)]
+SHAPES: list[Any] = [({"dp": 4}, "dp", 2), ({"dp": 2, "fsdp": 2, "tp": 2}, ("fsdp", "dp"), 1)]
+REGIONS = [
+    pytest.param(*shape, types, marks=pytest.mark.not_smoke if (i, types) == (0, "auto") else pytest.mark.slow)
+    for i, shape in enumerate(SHAPES)
+    for types in ("auto", "explicit")
+]
 
 
 @pytest.mark.parametrize(("shape", "axes", "slices", "axis_types"), REGIONS, ids=str)
@@ -171,6 +176,7 @@ def image_loss(w, x, key, mean=jnp.mean):
 
 
 @pytest.mark.parametrize("reduce", ["sum", pytest.param("mean", marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_several_dims(reduce, mesh_for):
     """Rows over one axis, and slices; columns over another, until they're averaged over it."""
     mesh = mesh_for({"sp": 2, "dp": 4})
@@ -193,6 +199,7 @@ def test_several_dims(reduce, mesh_for):
     close(jax.jit(step)(w, x, KEY), jax.tree.map(lambda t: t * scale, wanted))
 
 
+@pytest.mark.not_smoke
 def test_keys_of_examples_and_draws_for_none(mesh_for):
     """A key of each example draws for it alone; weights and single examples are drawn for where none are."""
 
@@ -208,6 +215,7 @@ def test_keys_of_examples_and_draws_for_none(mesh_for):
     close(jax.jit(step)(*args), jax.jit(jax.value_and_grad(loss))(*args))
 
 
+@pytest.mark.not_smoke
 def test_split_keys(mesh_for):
     """The default: each device and slice draws with its own key, for what it holds."""
 

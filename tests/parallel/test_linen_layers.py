@@ -228,6 +228,7 @@ def test_a_model_trains_as_the_plain_one(axis_types):
     check_model(axis_types, with_gradients=True)
 
 
+@pytest.mark.not_smoke
 def test_a_model_is_the_plain_one():
     check_model("auto", with_gradients=False)
 
@@ -362,6 +363,7 @@ def assert_alike(got, want, tolerance):
     ],
 )
 @pytest.mark.not_smoke
+@pytest.mark.slow
 def test_norms_of_low_precision_have_the_dtypes_of_flax(given, dtype, wide, tolerance):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 13, 3)) * 3, given)
     keywords, space = {"dtype": dtype, "force_float32_reductions": wide}, {"reduction_axes": (1, 2)}
@@ -376,6 +378,7 @@ def test_norms_of_low_precision_have_the_dtypes_of_flax(given, dtype, wide, tole
     assert_alike(*both_ways(modules, x), tolerance)
 
 
+@pytest.mark.not_smoke
 @pytest.mark.not_smoke
 def test_convolutions_of_low_precision_have_the_dtypes_of_flax():
     x = np.random.default_rng(0).normal(size=(2, 13, 2)) * 3
@@ -400,6 +403,7 @@ def test_batch_norm_is_told_once_whether_it_trains():
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.not_smoke
 def test_dropout_draws_what_it_draws_of_the_whole(axis_types):
     """Of a Padded, and of an array (which on Explicit axes Flax's own code refuses)."""
     mesh, x = sk.make_mesh(SP4, axis_types=axis_types), np.random.default_rng(0).normal(size=(2, 13, 2))

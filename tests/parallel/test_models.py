@@ -52,7 +52,6 @@ ROWS = [
 ALWAYS = {
     ("nnx", "GPT", "dp x tp"),
     ("linen", "GPT", "tp+sequence"),
-    ("nnx", "ViT", "dp x tp+sequence"),
     ("linen", "MLP", "fsdp x tp"),
     ("linen", "UNet", "dp x sp"),
     ("nnx", "UNet3D", "D x W"),

@@ -83,6 +83,7 @@ def test_traced_starts_with_and_without_64_bits(x64):
         assert jnp.result_type(0.5) == (jnp.float64 if x64 else jnp.float32)
 
 
+@pytest.mark.not_smoke
 def test_high_words_are_used():
     """Beyond 2 ** 32 elements nothing is drawn whole: against the hash of the positions themselves."""
     with jax.enable_x64(False):
@@ -218,6 +219,7 @@ def test_linen_layers(way, inside):
     assert (got == wanted[rows]).all()
 
 
+@pytest.mark.not_smoke
 def test_calls_of_layers_that_are_refused():
     """By Flax, in its words."""
     x = jnp.ones((2, 3))

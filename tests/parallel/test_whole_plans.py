@@ -343,3 +343,45 @@ def test_layers_with_products_of_their_own():
     layer = sk.parallelize(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"": C}, mesh())
     with pytest.raises(ValueError, match="was called with out_sharding"):
         layer(jnp.ones((2, 8)), out_sharding=P())
+
+
+def test_attention_with_functions_and_masks_of_its_own():
+    def mine(query, key, value, **more):
+        return value
+
+    layer = nnx.MultiHeadAttention(4, 16, attention_fn=mine, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the layer has its own attention_fn"):
+        sk.parallelize(layer, {"": sk.RingAttention("tp")}, mesh())
+    module = sk.parallelize(nn.MultiHeadDotProductAttention(4, attention_fn=mine), {"": sk.RingAttention("tp")}, mesh())
+    with pytest.raises(ValueError, match="the layer has its own attention_fn"):
+        jax.eval_shape(module.init, jax.random.key(0), jnp.ones((2, 8, 16)))
+    layer = nnx.MultiHeadAttention(4, 16, dropout_rate=0.5, broadcast_dropout=False, decode=False, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(sk.parallelize(layer, {"": sk.DataParallel("dp")}, mesh()), nnx.Param, ...)
+
+    def loss(p, x):
+        return nnx.merge(graph, p, rest, copy=True)(x, deterministic=False).sum()
+
+    run = sk.value_and_grad(loss, batch_axes="dp", mesh=mesh(), keys="shared")
+    with pytest.raises(ValueError, match="can't draw a dropout mask for each example"):
+        jax.eval_shape(run, params, jnp.ones((4, 8, 16)))
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_attention_alone_is_a_model_too(framework):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32))
+    if framework == "nnx":
+        plain = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+        want = plain(x)
+        model = sk.parallelize(plain, {"": C}, mesh())
+        run, params = (lambda p, x: nnx.merge(graph, p)(x)), None
+        graph, params = nnx.split(model)
+        assert specs(model)["query/kernel"] == P(None, "tp") and specs(model)["out/kernel"] == P("tp")
+    else:
+        model = sk.parallelize(nn.MultiHeadDotProductAttention(4), {"": C}, mesh())
+        params = model.init(jax.random.key(0), x)
+        want = nn.MultiHeadDotProductAttention(4).apply(jax.device_get(params), x)
+        assert params["params"]["out"]["kernel"].sharding.spec == P("tp", None, None)
+        run = model.apply
+    np.testing.assert_allclose(jax.jit(run)(params, x), want, rtol=1e-5, atol=1e-6)
+    report = sk.collectives(run, params, x)
+    assert report.by_kind() == {"all_reduce": 1}, str(report)

@@ -19,18 +19,18 @@ from shardkit.inspect.report import Collective
 from shardkit.inspect.shapes import array_bytes
 
 HALO = "halo"
-ATTENTION = "attention"
 GRADIENT = "gradient reduction"
 PARAMETER = "parameter gather"
+ATTENTION = "attention"
 REDUCTION = "reduction"
 RESHARD = "reshard"
 UNEXPLAINED = "unexplained"
 
 PURPOSES: Mapping[str, str] = {
     HALO: "edges of neighbours' blocks, which windows reach into",
-    ATTENTION: "keys, values and their gradients on their way between devices that each have a part of the sequence",
     GRADIENT: "sums of gradients over devices that saw other examples, or other parts of them",
     PARAMETER: "parameters, or their updates, that are cut and put together for use",
+    ATTENTION: "keys, values and their gradients on their way between devices that each have a part of the sequence",
     REDUCTION: "sums and maxima over a cut dim: contractions, means, norms, statistics, the loss",
     RESHARD: "from one placement to another, as the program or its arguments' placements ask",
     UNEXPLAINED: "nothing in the program asks for it: look here first",

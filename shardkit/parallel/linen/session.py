@@ -13,7 +13,7 @@ from shardkit.parallel.layers.dropout import linen_dropout
 from shardkit.parallel.linen.spatial import SPATIAL_LAYERS
 from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, setting, share_of
 from shardkit.parallel.matching import Matcher, batch_axes_of
-from shardkit.parallel.paths import PathPattern, join_path
+from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
     Applied,
     ColWiseParallel,
@@ -83,23 +83,25 @@ class Session:
 
     def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        attends = method == "attend" and isinstance(module, nn.Embed)
-        if method != "__call__" and not attends:
+        scores = method == "attend" and isinstance(module, nn.Embed)
+        if method != "__call__" and not scores:
             return run(*args, **kwargs)
         path = join_path(module.path)
         items = self._plans(path, module)
-        if not items:
+        attends = plain_class(module) in ATTENTION
+        if not items and not attends:
             return self._run(module, method, path, items, run, args, kwargs)
         plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
         shares = plan is not None and plain_class(module) in TENSOR_LAYERS
         outputs = outputs_of(module) if shares else None
-        around = around_layer(items, self._mesh, path, outputs=outputs, table=isinstance(module, nn.Embed))
+        table = isinstance(module, nn.Embed)
+        around = around_layer(items, self._mesh, path, outputs=outputs, table=table, attends=attends)
 
         def own(*args: Any, **kwargs: Any) -> Any:
             return self._run(module, method, path, items, run, args, kwargs)
 
         # A layer that is being made may be shown a small batch, which no axis divides.
-        return own(*args, **kwargs) if module.is_initializing() or attends else around(module, own, args, kwargs)
+        return own(*args, **kwargs) if module.is_initializing() or scores else around(module, own, args, kwargs)
 
     def check_used(self, others: Mapping[str, Any]) -> None:
         """Raises ValueError for a pattern that no layer has been found for, here or in ``others``."""
@@ -126,7 +128,7 @@ class Session:
         """The layers within attention get their part of its plan."""
         check_heads(path, module.num_heads, module.num_heads, plan, self._mesh.shape[plan.axis])
         for name, item in unit_plans(plan).items():
-            self._within[f"{path}/{name}"] = (plan, path, (item,) if sequence is None else (item, sequence))
+            self._within[below(path, name)] = (plan, path, (item,) if sequence is None else (item, sequence))
 
     def _as_part(self, path: str, items: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         if path not in self._within:
@@ -155,6 +157,8 @@ class Session:
         ring = find_plan(items, RingAttention)
         if ring is not None:
             fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=self._mesh, causal=ring.causal)
+            if module.attention_fn is not nn.dot_product_attention:
+                raise ValueError(f"{ring} on {path!r}: the layer has its own attention_fn; leave out one of the two")
             if module.is_initializing():
                 return run(*args, **kwargs)
             with setting(module, "attention_fn", fn):
@@ -178,5 +182,5 @@ class Session:
                 continue
             shape = tuple(nn.unbox(module.get_variable("params", name)).shape)
             check_divides(path, name, shape, dim, share, plan, self._mesh.shape[plan.axis])
-            full = f"{path}/{name}" if path else name
+            full = below(path, name)
             self.claims.add(full, full, plan.axis, dim, f"{plan} on {path!r}")

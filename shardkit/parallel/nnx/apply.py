@@ -10,7 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardkit.attention import flax_attention_fn
+from shardkit.attention import FlaxAttention, flax_attention_fn
 from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
 from shardkit.parallel.around import Around
@@ -21,7 +21,7 @@ from shardkit.parallel.nnx.embedding import ParallelEmbed
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, share_of, share_out
 from shardkit.parallel.nnx.wrapping import own_class, wrap
-from shardkit.parallel.paths import PathPattern, join_path
+from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
     Applied,
     ColWiseParallel,
@@ -88,6 +88,9 @@ def apply_plans(
     for layer in alone.values():
         if own_class(layer) is nnx.Dropout:
             layer.__class__ = ParallelDropout  # what's around it is put there anew below
+    for path, layer in alone.items():
+        if Nnx().kind_of(layer) in ATTENTION and path not in chosen:
+            _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
     return _places(model, mesh, claims, chosen, alone)
@@ -132,7 +135,7 @@ def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict
         check_heads(path, attention.num_heads, attention.num_kv_heads, plan, mesh.shape[plan.axis])
         sequence = find_plan(items, SequenceParallel)
         for name, item in unit_plans(plan).items():
-            inside = f"{path}/{name}"
+            inside = below(path, name)
             has = chosen.get(inside, ())
             own = find_plan(has, (ColWiseParallel, RowWiseParallel))
             if own not in (None, plan, item):
@@ -163,7 +166,7 @@ def _claims(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> Claims:
                 continue
             shape = tuple(variable.shape)
             check_divides(path, name, shape, dim, share, plan, mesh.shape[plan.axis])
-            claims.add(id(variable), f"{path}/{name}", plan.axis, dim, f"{plan} on {path!r}")
+            claims.add(id(variable), below(path, name), plan.axis, dim, f"{plan} on {path!r}")
     return claims
 
 
@@ -181,9 +184,16 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
         sharing = Sharing(plan.axis, mesh, path, None if sequence is None else sequence.dim, batch)
         share_out(layer, plan, share_of(layer, plan), sharing)
     if ring is not None:
+        _check_attention(layer.attention_fn, ring, path)
         layer.attention_fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=mesh, causal=ring.causal)
     outputs = outputs_of(layer) if plan is not None and not attends else None
-    wrap(layer, around_layer(items, mesh, path, outputs=outputs, table=isinstance(layer, nnx.Embed)))
+    table = isinstance(layer, nnx.Embed)
+    wrap(layer, around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends))
+
+
+def _check_attention(function: Any, ring: RingAttention, path: str) -> None:
+    if function is not nnx.dot_product_attention and not isinstance(function, FlaxAttention):
+        raise ValueError(f"{ring} on {path!r}: the layer has its own attention_fn; leave out one of the two")
 
 
 def _places(

@@ -151,6 +151,7 @@ def test_smoothing_z_loss_and_examples_that_do_not_count(mesh):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+@pytest.mark.slow
 def test_short_floats_are_computed_in_float32(dtype, mesh_for):
     """And have optax's dtypes. A large common offset is nothing that's lost."""
     mesh = mesh_for({"tp": 8})
@@ -181,6 +182,7 @@ def test_what_is_kept_for_backward(mesh_for):
 # --- infinite and undefined numbers ------------------------------------------------------------------------
 
 
+@pytest.mark.not_smoke
 def test_infinite_and_undefined_logits_and_labels_that_are_no_class(mesh_for):
     """As optax has them, example by example. XLA's max of a CPU drops NaNs: the sum shows them."""
     mesh = mesh_for({"tp": 4})
@@ -217,6 +219,7 @@ def test_a_class_left_out_that_nobody_wants(mesh_for):
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("uint32", marks=SLOW)])
+@pytest.mark.slow
 def test_kinds_of_integers(dtype, mesh_for):
     """More classes than the labels' dtype holds; no label wraps around into another (optax's narrow ones would)."""
     mesh = mesh_for({"tp": 4})
@@ -238,6 +241,7 @@ def test_kinds_of_integers(dtype, mesh_for):
 
 @pytest.mark.parametrize("mesh", CASES[-2:], ids=mesh_id)
 @pytest.mark.parametrize("kind", ["integers", pytest.param("probabilities", marks=SLOW)])
+@pytest.mark.not_smoke
 def test_uneven_classes(mesh, kind):
     """13 over 4: as an array, and as a Padded in whose tail lies anything."""
     logits = logits_of(13)
@@ -300,6 +304,7 @@ def test_a_sequence_that_another_axis_cuts_and_classes_that_two_cut(axis_types, 
         assert set(report.by_kind()) == {"all_reduce"}, str(report)
 
 
+@pytest.mark.not_smoke
 def test_axes_of_two_types(mesh_for):
     """The batch's is Explicit, the classes' left to the compiler, and the other way around."""
     logits, labels = logits_of(), labels_of()
@@ -316,6 +321,7 @@ def test_axes_of_two_types(mesh_for):
 
 
 @pytest.mark.parametrize("mesh", [CASES[-2], pytest.param(CASES[-1], marks=SLOW)], ids=mesh_id)
+@pytest.mark.not_smoke
 def test_eagerly(mesh):
     """The mesh is read from the logits."""
     logits, labels = logits_of(), labels_of()
@@ -327,6 +333,7 @@ def test_eagerly(mesh):
     assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", None, "tp")), 3)
 
 
+@pytest.mark.not_smoke
 def test_one_example_and_plain_arrays(mesh_for):
     mesh = mesh_for({"tp": 4})
     same(loss_parallel(logits_of()[0, 0], 3, mesh=mesh), oracle(logits_of()[0, 0], jnp.array(3)))
@@ -339,6 +346,7 @@ def test_one_example_and_plain_arrays(mesh_for):
 
 
 @pytest.mark.parametrize("kind", ["integers", pytest.param("probabilities", marks=SLOW)])
+@pytest.mark.not_smoke
 def test_forward_mode_and_second_derivatives(kind, mesh_for):
     mesh = mesh_for({"dp": 2, "tp": 4})
     logits, tangent = logits_of(), logits_of(seed=7)
@@ -366,6 +374,7 @@ def test_forward_mode_and_second_derivatives(kind, mesh_for):
 
 
 @pytest.mark.parametrize("mesh", [CASES[-2], pytest.param(CASES[-1], marks=SLOW)], ids=mesh_id)
+@pytest.mark.slow
 def test_vmap(mesh):
     """Over a further dim of both, and of the logits alone; differentiated within and around."""
     logits = np.stack([logits_of(seed=s) for s in range(3)], 1)

@@ -145,6 +145,7 @@ def test_ids_that_are_no_entry(dtype, scatter_dim, mesh_for):
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int8"])
+@pytest.mark.slow
 def test_kinds_of_integers(dtype, mesh_for):
     """More rows than the ids' dtype holds, and none that wraps around."""
     table = random(300, 2)
@@ -168,6 +169,7 @@ def test_what_flax_embeds_with():
     same(vocabulary_logits(query, layer.embedding[...], mesh=mesh), layer.attend(query), 1e-6)
 
 
+@pytest.mark.not_smoke
 def test_a_batch_that_its_axis_does_not_divide_is_left_to_the_compiler(mesh_for):
     table, ids = random(VOCABULARY, FEATURES), ids_of()[:3]
     run = functools.partial(vocabulary_lookup, mesh=mesh_for({"dp": 2, "tp": 4}), batch_axes="dp")
@@ -177,6 +179,7 @@ def test_a_batch_that_its_axis_does_not_divide_is_left_to_the_compiler(mesh_for)
 
 
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=SLOW)])
+@pytest.mark.slow
 def test_operands_that_are_placed_otherwise(axis_types, mesh_for):
     """Whole tables, ids that the axis cuts, and a vocabulary that two axes cut."""
     mesh = mesh_for({"dp": 2, "tp": 2, "sp": 2}, axis_types)
@@ -271,6 +274,7 @@ def test_precision_of_logits(mesh_for):
 
 
 @pytest.mark.parametrize("mesh", [CASES[-2], pytest.param(CASES[-1], marks=SLOW)], ids=mesh_id)
+@pytest.mark.not_smoke
 def test_eagerly_and_with_forward_mode_and_vmap(mesh):
     table, ids, tangent = random(VOCABULARY, FEATURES), ids_of(), random(VOCABULARY, FEATURES, seed=5)
     with entered(mesh):
@@ -297,6 +301,7 @@ def test_eagerly_and_with_forward_mode_and_vmap(mesh):
 
 
 @pytest.mark.parametrize("manual", [{"dp", "tp"}, pytest.param({"tp"}, marks=pytest.mark.slow)], ids=["all", "tp"])
+@pytest.mark.not_smoke
 def test_inside_a_manual_region(manual, mesh_for):
     """Blocks in and out, scattered between the two."""
     mesh = mesh_for({"dp": 2, "tp": 4})
@@ -370,6 +375,7 @@ def parameters():
 
 @pytest.mark.parametrize("mesh", [CASES[-2], pytest.param(CASES[-1], marks=SLOW)], ids=mesh_id)
 @pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.not_smoke
 def test_a_language_model(mesh, sequence_dim):
     """A table that's looked up in and scored with: no gather of it, nor of logits."""
     params, ids, labels = parameters(), ids_of(), ids_of(2)
