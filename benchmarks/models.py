@@ -25,19 +25,19 @@ import jax
 if jax.config.values.get("jax_num_cpu_devices") != 8:  # a test may have said so
     jax.config.update("jax_num_cpu_devices", 8)
 
-import flax_models  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from described import TARGETS, estimated_cycles, mesh_for  # noqa: E402
-from flax import nnx  # noqa: E402
-from flax_models import Gpt, LinenGpt, Sizes, UNet  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import track  # noqa: E402
-from rich.table import Table  # noqa: E402
-from tables import HERE, between, counts, markdown, options, versions  # noqa: E402
+import flax_models
+import jax.numpy as jnp
+import optax
+from described import TARGETS, estimated_cycles, mesh_for
+from flax import nnx
+from flax_models import Gpt, LinenGpt, Sizes, UNet
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import HERE, between, counts, markdown, options, versions
 
-import shardkit as sk  # noqa: E402
+import shardkit as sk
 
 P = PartitionSpec
 XLA = "XLA's partitioner"
@@ -100,16 +100,19 @@ class Job:
 WAYS = ("tp", "tp + sequence", "dp x tp", "dp x tp + sequence")
 WHOLE_LOGITS = "plain loss, as guessed"  # the plan puts logits together unless it's told not to
 PARALLEL, PLAIN = "loss_parallel", "plain loss"
+SHORT_GATHERS = "plain loss, gather_dtype=bfloat16"
 
 
 def jobs(targets: list[str]) -> list[Job]:
     """Every row of every target; of ways to write one loss, more where compiling is quick."""
     found = []
     for target in targets:
+        quick = not target.startswith("tpu")
         losses = (PARALLEL, PLAIN) if target == "cpu" else (PARALLEL,)
-        forms = {("GPT", way): losses for way in WAYS}
-        forms["GPT", "tp"] = (PARALLEL, PLAIN, WHOLE_LOGITS)
-        forms["GPT", "fsdp"] = (PLAIN,)
+        forms: dict[tuple[str, str], tuple[str, ...]] = {("GPT", way): losses for way in WAYS}
+        if quick:
+            forms["GPT", "tp"] = (PARALLEL, PLAIN, WHOLE_LOGITS)
+        forms["GPT", "fsdp"] = (PLAIN,) if target == "cpu" else (PLAIN, SHORT_GATHERS)
         if target == "cpu":
             forms["linen GPT", WAYS[-1]] = (PARALLEL,)
         forms["U-Net", "dp x sp"] = ("unet",)
@@ -173,7 +176,8 @@ def step_of(loss: Callable, params: Any, job: Job, mesh: Any, batch_axis: str | 
     if not job.ours or batch_axis is None:
         return jax.value_and_grad(loss)
     places = jax.tree.map(lambda x: x.sharding, params)
-    run = sk.value_and_grad(loss, batch_axes=batch_axis, mesh=mesh, param_placements=places)
+    gather_dtype = jnp.bfloat16 if job.form == SHORT_GATHERS else None
+    run = sk.value_and_grad(loss, batch_axes=batch_axis, mesh=mesh, param_placements=places, gather_dtype=gather_dtype)
 
     def step(params: Any, *batch: Any) -> Any:
         value, grads = run(params, *batch)
@@ -269,7 +273,8 @@ class Row:
       job: which.
       collectives: by kind, those in loops once.
       in_loop: how many of these are in loops.
-      received_kb: what a device receives in a step; collectives in loops as often as they run.
+      received_kb: what a device receives in a step; collectives in loops as often as they run. None where the compiled
+        program doesn't say how often that is, as the TPU's does not.
       temporaries_kb: of a device.
       mega_cycles: the TPU compiler's estimate for the entry computation; None elsewhere, or where loops hide work.
     """
@@ -277,7 +282,7 @@ class Row:
     job: Job
     collectives: dict[str, int]
     in_loop: int
-    received_kb: float
+    received_kb: float | None
     temporaries_kb: float
     mega_cycles: float | None
 
@@ -298,11 +303,12 @@ def measure(job: Job) -> Row:
     report = sk.collectives(program, mesh=mesh)
     text = program.as_text() or ""
     loops = re.search(r" while\(", text)
+    unknown = any(c.in_loop and c.trip_count is None for c in report)
     return Row(
         job=job,
         collectives=dict(report.by_kind()),
         in_loop=report.count(in_loop=True),
-        received_kb=sum(c.bytes * (c.trip_count or 1) for c in report) / 1e3,
+        received_kb=None if unknown else sum(c.bytes * (c.trip_count or 1) for c in report) / 1e3,
         temporaries_kb=sk.memory(program).temporaries / 1e3,
         mega_cycles=estimated_cycles(text) if job.target.startswith("tpu") and not loops else None,
     )

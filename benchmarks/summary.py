@@ -231,7 +231,8 @@ def peers(data: Mapping[str, Any]) -> Iterator[Comparison]:
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterable[Comparison]]] = {
-    reader.__name__: reader for reader in (ring_conv, ring_conv_targets, reshard, optimizer, partition, models, scaling, peers)
+    reader.__name__: reader
+    for reader in (ring_conv, ring_conv_targets, reshard, optimizer, partition, models, scaling, peers)
 }
 
 

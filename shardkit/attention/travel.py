@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 # Up to so many devices every step of the ring is written out; beyond, those in the middle are one loop: a program of
 # bounded size, whose memory doesn't depend on the order in which a compiler puts the steps (on CPU it drops barriers,
-# and may send all blocks at once).
+# and may send all blocks at once). Temporaries of forward and backward on 8 CPU devices, blocks of 1 MiB: 35 MiB in a
+# loop, 43 to 56 written out. A GPU compiler keeps the order: 138 and 122 MiB (H100, blocks of 4 MiB), but it takes 2.5
+# times longer.
 WRITTEN_OUT = 4
 
 # Backward goes the other way round. Else the compiler could take its blocks for those of forward, and keep all of them

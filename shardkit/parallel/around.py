@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit.arrays import Padded
 from shardkit.meshes import manual_axes, resolve_mesh
 from shardkit.optim.examples import current_examples
+from shardkit.parallel.tensor.entering import remembering
 from shardkit.parallel.tensor.layers import cast_once
 from shardkit.placements import entry_names
 from shardkit.spatial.operands import axis_entries, explicit_axes
@@ -42,18 +44,20 @@ class Around:
 
     before: tuple[Before, ...] = ()
     after: tuple[After, ...] = ()
+    outermost: bool = False  # the whole model: layers within share what they make of one input
 
     def __bool__(self) -> bool:
-        return bool(self.before or self.after)
+        return bool(self.before or self.after or self.outermost)
 
     def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``run(*args, **kwargs)``, the layer's own code, with what comes before and after."""
-        for step in self.before:
-            args, kwargs = step(layer, args, kwargs)
-        result = run(*args, **kwargs)
-        for step in self.after:
-            result = step(layer, result)
-        return result
+        with remembering():
+            for step in self.before:
+                args, kwargs = step(layer, args, kwargs)
+            result = run(*args, **kwargs)
+            for step in self.after:
+                result = step(layer, result)
+            return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Cut:
     mesh: Mesh | AbstractMesh
     path: str
     plan: str
+
+    def divides(self, x: Any) -> bool:
+        """Whether an array has the dim, and the axis divides it."""
+        fits = isinstance(x, jax.Array) and -x.ndim <= self.dim < x.ndim
+        return fits and (self.axis is None or x.shape[self.dim] % self.mesh.shape[self.axis] == 0)
 
     def __call__(self, x: Any) -> Any:
         """The array so placed; what isn't an array of that many dims is passed on."""
@@ -96,36 +105,84 @@ def _placed(x: Any, dim: int, axis: str | None, mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CutInputs:
-    """The first ``count`` positional arguments, if they are arrays; None: all of them."""
+    """The first ``count`` positional arguments, those that are arrays of as many dims as the first (no masks).
+
+    If there are none, the first of those given by name.
+    """
 
     cut: Cut
-    count: int | None = None
+    count: int = 1
 
     def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        count = len(args) if self.count is None else self.count
-        return (*map(self.cut, args[:count]), *args[count:]), kwargs
+        if not args and kwargs:
+            name = next(iter(kwargs))
+            return args, {**kwargs, name: self.cut(kwargs[name])}
+        first = jnp.ndim(args[0]) if args and isinstance(args[0], jax.Array) else None
+        done = [
+            self.cut(x) if i < self.count and isinstance(x, jax.Array) and x.ndim == first else x
+            for i, x in enumerate(args)
+        ]
+        return tuple(done), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class CutBatch:
+    """Every array among the arguments that holds the examples which the first of them holds."""
+
+    cut: Cut
+
+    def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_padded)
+        dim = self.cut.dim
+        sizes = [x.shape[dim] if _is_data(x) and x.ndim > dim else None for x in leaves]
+        examples = next((size for size in sizes if size is not None), None)
+        leaves = [
+            self.cut(jnp.asarray(x)) if size is not None and size == examples else x
+            for x, size in zip(leaves, sizes, strict=True)
+        ]
+        return jax.tree.unflatten(tree, leaves)
+
+
+def _is_padded(x: Any) -> bool:
+    return isinstance(x, Padded)
+
+
+def _is_data(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclasses.dataclass(frozen=True)
 class CutResult:
-    """Every array of the result."""
+    """Every array of the result; ``may``: of those that the axis divides."""
 
     cut: Cut
+    may: bool = False
 
     def __call__(self, layer: Any, result: Any) -> Any:
-        return jax.tree.map(self.cut, result, is_leaf=lambda x: isinstance(x, Padded))
+        def one(x: Any) -> Any:
+            return x if self.may and not self.cut.divides(x) else self.cut(x)
+
+        return jax.tree.map(one, result, is_leaf=_is_padded)
 
 
 @dataclasses.dataclass(frozen=True)
 class CastOnce:
-    """The input in the dtype that the layer multiplies in, one array for all layers that read it."""
+    """The input in the dtype that the layer multiplies in, one array for all layers that read it.
+
+    ``parameters`` finds the layer's own; None where they aren't known, or the layer promotes dtypes in its own way.
+    """
+
+    parameters: Callable[[Any], Sequence[Any] | None]
 
     def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         if not args or not isinstance(args[0], jax.Array) or not jnp.issubdtype(args[0].dtype, jnp.inexact):
             return args, kwargs
+        own = self.parameters(layer)
+        if own is None:
+            return args, kwargs
         dtype = layer.dtype
         if dtype is None:
-            dtype = jnp.result_type(args[0].dtype, layer.param_dtype)
+            dtype = jnp.result_type(args[0].dtype, *(x.dtype for x in own))
         return (cast_once(args[0], jnp.dtype(dtype)), *args[1:]), kwargs
 
 
@@ -156,7 +213,9 @@ class UserInput:
 
     def __call__(self, layer: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         found = self.fn(self.mesh, *args, **kwargs)
-        return (found if isinstance(found, tuple) else (found,)), kwargs
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and isinstance(found[1], dict):
+            return found
+        return (found if isinstance(found, tuple) else (found,)), {}
 
 
 @dataclasses.dataclass(frozen=True)

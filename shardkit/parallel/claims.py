@@ -41,7 +41,7 @@ class Claims:
         self._found: dict[Any, Claim] = {}
 
     def add(self, key: Any, name: str, axis: str, dim: int, who: str) -> None:
-        """Dim ``dim`` of the parameter is cut over ``axis``."""
+        """Dim ``dim`` is cut over ``axis``; counted from the back, as layers may be stacked along dims before."""
         self._found.setdefault(key, Claim(name)).add(axis, Shard(dim), who)
 
     def layout(self, key: Any, mesh: AnyMesh, ndim: int) -> Layout | None:

@@ -94,12 +94,12 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> 
 
 def _merged(plans: dict[PathPattern, Any], more: Any) -> Any:
     """Plans added to those there are; a plan that waits for a model (``sk.plans``) takes them in."""
-    if isinstance(more, ReadyPlan):
-        return more.with_plans(plans)
     if not isinstance(more, Mapping):
         raise TypeError(f"a plan maps path patterns to plan objects; got {more!r}")
     if isinstance(plans, ReadyPlan):
         return plans.with_plans(more)
+    if isinstance(more, ReadyPlan):
+        return more.with_plans(plans)
     _add(plans, more)
     return plans
 

@@ -93,9 +93,11 @@ class Matcher:
                     raise ValueError(_fight(path, before, (pattern, item)))
         return tuple(item for _, item in chosen.values())
 
-    def check_used(self, layers: Mapping[str, Any]) -> None:
-        """Raises ValueError for a pattern that no layer has been found for (with ``strict``; else warns)."""
+    def check_used(self, layers: Mapping[str, Any], kinds: tuple[type, ...] = (LayerPlan,)) -> None:
+        """Raises ValueError for a pattern (with plans of ``kinds``) that no layer was found for (not strict: warns)."""
         for pattern, items in self._plans.items():
+            if not any(isinstance(item, kinds) for item in items):
+                continue
             if pattern in self._used or (self._left_out(pattern, layers) and not takes_everything(pattern)):
                 continue
             usable = self._usable(items[0], layers) if items else list(layers)

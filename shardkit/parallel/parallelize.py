@@ -11,7 +11,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit.meshes import holds_arrays, resolve_mesh
+from shardkit.meshes import concrete_mesh, holds_arrays, resolve_mesh
 from shardkit.parallel.config import optimizer_for, read_config
 from shardkit.parallel.linen.model import LinenPlan, with_plan
 from shardkit.parallel.matching import Plans, read_plans
@@ -73,7 +73,7 @@ def parallelize(
       >>> sk.placements(net.up.kernel[...]), net(jnp.ones((2, 4))).shape
       ((Shard(dim=1),), (2, 4))
     """
-    where = resolve_mesh(mesh, what="parallelize")
+    where = concrete_mesh(resolve_mesh(mesh, what="parallelize"))
     if (plan is None) == (config is None):
         raise ValueError(
             "parallelize takes a plan or a config (one of them), e.g. plan={'mlp/up': sk.ColWiseParallel()}"

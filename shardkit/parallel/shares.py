@@ -19,11 +19,18 @@ class Share:
 
     Attributes:
       dims: of each parameter by name, the dim that is cut; None: whole.
+      ranks: of each parameter, how many dims it has in one layer (layers may be stacked along more, before them).
       says: what that dim is, for messages.
     """
 
     dims: Mapping[str, int | None]
     says: str
+    ranks: Mapping[str, int]
+
+    def from_back(self, name: str) -> int | None:
+        """The dim that's cut of a parameter, counted from the back."""
+        dim = self.dims[name]
+        return None if dim is None else dim - self.ranks[name]
 
     @property
     def weight_dim(self) -> int:
@@ -39,9 +46,10 @@ def of_linear(plan: WeightPlan, inputs: int = 1, outputs: int = 1, batch: int = 
     >>> of_linear(ColWiseParallel()).dims, of_linear(RowWiseParallel(), inputs=2).dims
     ({'kernel': 1, 'bias': 0}, {'kernel': 0, 'bias': None})
     """
+    ranks = {"kernel": batch + inputs + outputs, "bias": batch + outputs}
     if isinstance(plan, ColWiseParallel):
-        return Share({"kernel": batch + inputs, "bias": batch}, "output features")
-    return Share({"kernel": batch, "bias": None}, "input features")
+        return Share({"kernel": batch + inputs, "bias": batch}, "output features", ranks)
+    return Share({"kernel": batch, "bias": None}, "input features", ranks)
 
 
 def of_embedding(plan: WeightPlan) -> Share:
@@ -51,8 +59,8 @@ def of_embedding(plan: WeightPlan) -> Share:
     {'embedding': 0}
     """
     if isinstance(plan, ColWiseParallel):
-        return Share({"embedding": 1}, "features")
-    return Share({"embedding": 0}, "vocabulary")
+        return Share({"embedding": 1}, "features", {"embedding": 2})
+    return Share({"embedding": 0}, "vocabulary", {"embedding": 2})
 
 
 def of_einsum(plan: WeightPlan, text: str, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None) -> Share:
@@ -74,7 +82,8 @@ def of_einsum(plan: WeightPlan, text: str, kernel_shape: tuple[int, ...], bias_s
     fits = bias_shape is not None and tuple(kernel_shape[letters.rhs.index(c)] for c in kept) == tuple(bias_shape)
     bias = kept.index(letter) if fits and letter in kept else None
     what = "output features" if isinstance(plan, ColWiseParallel) else "input features"
-    return Share({"kernel": letters.rhs.index(letter), "bias": bias}, f"{what} ({letter!r} of {text!r})")
+    ranks = {"kernel": len(kernel_shape), "bias": len(kept)}
+    return Share({"kernel": letters.rhs.index(letter), "bias": bias}, f"{what} ({letter!r} of {text!r})", ranks)
 
 
 def check_divides(path: str, name: str, shape: tuple[int, ...], dim: int, share: Share, plan: Any, size: int) -> None:
@@ -95,6 +104,15 @@ def check_heads(path: str, heads: int, kv_heads: int, plan: Any, size: int) -> N
         raise ValueError(
             f"{plan} on {path!r}: its {what} {fewer} the {size} devices of mesh axis {plan.axis!r}; use a smaller axis "
             "(or more heads), or leave this layer out of the plan"
+        )
+
+
+def check_axes(path: str, plan: Any, ring: Any) -> None:
+    """Raises ValueError where one mesh axis is to cut heads and the sequence of attention."""
+    if ring is not None and ring.axis == plan.axis:
+        raise ValueError(
+            f"layer {path!r} gets two plans that fight, {plan} and {ring}: mesh axis {plan.axis!r} can cut the heads "
+            "or the sequence of one layer; use another axis for one of them"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -13,6 +13,7 @@ from shardkit.parallel.around import (
     Before,
     CastOnce,
     Cut,
+    CutBatch,
     CutInputs,
     CutResult,
     OneMaskForAll,
@@ -41,6 +42,7 @@ def around_layer(
     outputs: int | None,
     table: bool = False,
     attends: bool = False,
+    parameters: Callable[[Any], Sequence[Any] | None] = lambda layer: None,
 ) -> Around:
     """Around one layer.
 
@@ -51,6 +53,7 @@ def around_layer(
         multiply it (attention).
       table: the weight is an embedding table.
       attends: it's attention.
+      parameters: finds a layer's own, for the dtype that it multiplies in.
     """
     before: list[Before] = []
     after: list[After] = []
@@ -66,8 +69,8 @@ def around_layer(
     data = find_plan(plans, DataParallel) or find_plan(plans, FullyShard)
     if isinstance(data, DataParallel) or (data is not None and path == ""):
         dim = data.dim if isinstance(data, DataParallel) else 0
-        before.append(CutInputs(cut(dim, data.axis, data)))
-        after.append(CutResult(cut(dim, data.axis, data)))
+        before.append(CutBatch(cut(dim, data.axis, data)))
+        after.append(CutResult(cut(dim, data.axis, data), may=True))
     weight = find_plan(plans, (ColWiseParallel, RowWiseParallel))
     sequence = find_plan(plans, SequenceParallel)
     ring = find_plan(plans, RingAttention)
@@ -75,11 +78,11 @@ def around_layer(
         before.append(CutInputs(cut(-2, ring.axis, ring), count=3))  # of query, key and value
         after.append(CutResult(cut(-2, ring.axis, ring)))
     if weight is None and sequence is not None:
-        before.append(CutInputs(cut(sequence.dim, sequence.axis, sequence), count=1))
+        before.append(CutInputs(cut(sequence.dim, sequence.axis, sequence)))
         after.append(CutResult(cut(sequence.dim, sequence.axis, sequence)))
     if outputs is not None and isinstance(weight, ColWiseParallel):
         if not table:
-            before.append(CastOnce())
+            before.append(CastOnce(parameters))
         if weight.gather_output:
             after.append(CutResult(cut(-outputs, None, weight)))
     user = find_plan(plans, PrepareLayerOutput)

@@ -385,3 +385,20 @@ def test_attention_alone_is_a_model_too(framework):
     np.testing.assert_allclose(jax.jit(run)(params, x), want, rtol=1e-5, atol=1e-6)
     report = sk.collectives(run, params, x)
     assert report.by_kind() == {"all_reduce": 1}, str(report)
+
+
+def test_the_ambient_mesh_makes_and_places():
+    plan = {"up": C, "down": R}
+    with jax.set_mesh(mesh()):
+        made = sk.parallelize(lambda: NnxMLP(nnx.Rngs(0)), plan)
+        placed = sk.parallelize(NnxMLP(nnx.Rngs(0)), plan)
+        params = sk.parallelize(LinenMLP(), plan).init(jax.random.key(0), jnp.ones((4, 8)))
+    for model in (made, placed):
+        assert all(isinstance(v.get_raw_value(), jax.Array) for _, v in variables_of(model))
+        assert specs(model)["up/kernel"] == P(None, "tp")
+    assert params["params"]["up"]["kernel"].sharding.spec == P(None, "tp")
+    described = mesh().abstract_mesh
+    shapes = sk.parallelize(lambda: NnxMLP(nnx.Rngs(0)), plan, described)
+    assert specs(shapes)["up/kernel"] == P(None, "tp")
+    kept = sk.parallelize(NnxMLP(nnx.Rngs(0)), plan, described)
+    assert isinstance(kept.up.kernel.get_raw_value(), jax.Array)

@@ -108,18 +108,18 @@ def nnx_dropout(layer: nnx.Dropout, x: Any, *, deterministic: bool | None = None
     return dropout(x, layer.rate, key, layer.broadcast_dims, out_sharding=jax.typeof(x).sharding)
 
 
-def linen_dropout(module: linen.Dropout, x: Any, deterministic: bool | None = None, rng: Any = None) -> Any:
+def linen_dropout(module: linen.Dropout, inputs: Any, deterministic: bool | None = None, rng: Any = None) -> Any:
     """What ``linen.Dropout.__call__`` gives, of the whole batch's mask where this is part of a batch.
 
     For an interceptor (``linen.intercept_methods``), in place of the call: the key is made as in it.
     """
     off = linen.merge_param("deterministic", module.deterministic, deterministic)
     if module.rate == 0.0 or off:
-        return x
+        return inputs
     if module.rate == 1.0:  # no division by zero
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(inputs)
     key = module.make_rng(module.rng_collection) if rng is None else rng
-    return dropout(x, module.rate, key, module.broadcast_dims)
+    return dropout(inputs, module.rate, key, module.broadcast_dims)
 
 
 def attention_dropout(weights: Any, rate: Any, key: Any, broadcast_dropout: bool = True) -> Any:

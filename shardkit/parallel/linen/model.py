@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
+from flax.core.scope import Scope
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
@@ -22,6 +25,7 @@ from shardkit.parallel.paths import PathPattern, join_path
 from shardkit.parallel.plans import LayerPlan
 from shardkit.parallel.ready.describe import traced
 from shardkit.parallel.ready.guessing import ReadyPlan
+from shardkit.parallel.tensor.entering import remembering
 from shardkit.placements import AnyMesh, Layout
 
 
@@ -56,6 +60,20 @@ class LinenPlan:
         return Session(plans, self.mesh, self.strict)
 
 
+_active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
+
+
+@contextlib.contextmanager
+def _planning() -> Iterator[None]:
+    """A planned model's own ``init`` or ``apply`` is at work."""
+    token = _active.set(True)
+    try:
+        with remembering():
+            yield
+    finally:
+        _active.reset(token)
+
+
 class Same:
     """A plan that equals itself only: dictionaries can't be hashed, and modules must be."""
 
@@ -80,17 +98,32 @@ def _planned(cls: type) -> type:
         return _create(self.shardkit_plan, functools.partial(cls.init_with_output, self), args, kwargs)
 
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        session = self.shardkit_plan.session(lambda: cls.apply(self, variables, *args, **kwargs))
-        with nn.intercept_methods(session):
-            result = cls.apply(self, variables, *args, **kwargs)
+        with _planning():
+            session = self.shardkit_plan.session(lambda: cls.apply(self, variables, *args, **kwargs))
+            with nn.intercept_methods(session):
+                result = cls.apply(self, variables, *args, **kwargs)
         if kwargs.get("method") is None:
-            session.check_used(_paths(variables))
+            session.check_weights(_paths(variables))
         return result
 
+    def tabulate(self: Any, *args: Any, **kwargs: Any) -> str:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init and f.name != "parent"}  # type: ignore[arg-type]
+        return cls(**fields).tabulate(*args, **kwargs)
+
+    def check_home(self: Any) -> None:
+        if self.shardkit_plan is not None and not _active.get() and isinstance(self.parent, nn.Module | Scope):
+            raise ValueError(
+                f"{cls.__name__} carries a plan, which its own init and apply carry out: call those (not bind, "
+                "nn.init, nn.apply), and give a model that holds others its plan as a whole: sk.parallelize(outer, ...)"
+            )
+        cls.__post_init__(self)
+
     names = {
-        "init": init,
-        "init_with_output": init_with_output,
-        "apply": apply,
+        "init": nn.nowrap(init),
+        "init_with_output": nn.nowrap(init_with_output),
+        "apply": nn.nowrap(apply),
+        "tabulate": nn.nowrap(tabulate),
+        "__post_init__": check_home,
         "shardkit_plan": None,
         "__annotations__": {"shardkit_plan": Any},
         "__module__": cls.__module__,
@@ -109,13 +142,15 @@ def _create(plan: LinenPlan, run: Callable[..., tuple[Any, Any]], args: tuple[An
     def made(arrays: list[Any]) -> tuple[Any, Any]:
         given = dict(zip(dynamic, arrays, strict=True))
         args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-        with nn.intercept_methods(session):
+        with _planning(), nn.intercept_methods(session):
             return run(*args, **kwargs)
 
-    session = plan.session(lambda: run(*args, **kwargs))
     arrays = [leaves[i] for i in dynamic]
-    output, variables = jax.eval_shape(made, arrays)
-    session.check_used({})
+    with _planning():
+        session = plan.session(lambda: run(*args, **kwargs))
+        output, variables = jax.eval_shape(made, arrays)
+    if kwargs.get("method") is None:
+        session.check_used({})
     places = _places(session, variables, plan.mesh)
     if any(isinstance(x, Tracer) for x in arrays):
         output, variables = made(arrays)
@@ -144,7 +179,7 @@ def _places(session: Session, variables: Any, mesh: AnyMesh) -> Any:
         if collection == "params":
             for above, fully in session.sharded.items():
                 if (above == "" or full.startswith(above + "/")) and x.size >= max(fully.min_size, 1):
-                    layout = stage3_layout(layout, x.shape, fully.axis)
+                    layout = stage3_layout(layout, x.shape, fully.axis, fully.first_dim)
         return layout.sharding
 
     return jax.tree_util.tree_map_with_path(place, variables)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 
 from shardkit.attention import flax_attention_fn
 from shardkit.parallel.claims import Claims
@@ -25,7 +26,7 @@ from shardkit.parallel.plans import (
     SequenceParallel,
 )
 from shardkit.parallel.plans.base import find_plan
-from shardkit.parallel.shares import check_divides, check_heads, unit_plans
+from shardkit.parallel.shares import check_axes, check_divides, check_heads, unit_plans
 from shardkit.parallel.steps import around_layer
 from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh
@@ -63,6 +64,13 @@ class Linen:
         return None
 
 
+def _own_parameters(module: Any) -> list[Any] | None:
+    if getattr(module, "promote_dtype", promote_dtype) is not promote_dtype:
+        return None
+    names = [name for name in ("kernel", "bias") if module.has_variable("params", name)]
+    return [nn.unbox(module.get_variable("params", name)) for name in names] or None
+
+
 class Session:
     """An interceptor for ``flax.linen.intercept_methods``.
 
@@ -95,7 +103,9 @@ class Session:
         shares = plan is not None and plain_class(module) in TENSOR_LAYERS
         outputs = outputs_of(module) if shares else None
         table = isinstance(module, nn.Embed)
-        around = around_layer(items, self._mesh, path, outputs=outputs, table=table, attends=attends)
+        around = around_layer(
+            items, self._mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters
+        )
 
         def own(*args: Any, **kwargs: Any) -> Any:
             return self._run(module, method, path, items, run, args, kwargs)
@@ -107,6 +117,10 @@ class Session:
         """Raises ValueError for a pattern that no layer has been found for, here or in ``others``."""
         self._matcher.check_used({**self.layers, **others})
 
+    def check_weights(self, others: Mapping[str, Any]) -> None:
+        """The same of patterns whose layers have parameters: others may name layers that only training calls."""
+        self._matcher.check_used({**self.layers, **others}, (ColWiseParallel, RowWiseParallel, ConvParallel))
+
     def _plans(self, path: str, module: nn.Module) -> tuple[LayerPlan, ...]:
         if path not in self._chosen:
             self.layers[path] = module
@@ -117,6 +131,7 @@ class Session:
                 self.sharded[path] = fully
             plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
             if plan is not None and plain_class(module) in ATTENTION:
+                check_axes(path, plan, find_plan(items, RingAttention))
                 self._cut_heads(path, module, plan, find_plan(items, SequenceParallel))
             ring = find_plan(items, RingAttention)
             if ring is not None and ring.backend == "all_to_all":
@@ -177,7 +192,8 @@ class Session:
         return run_shared(module, method, plan, share, sharing, run, args, kwargs)
 
     def _claim(self, module: nn.Module, path: str, plan: Any, share: Any) -> None:
-        for name, dim in share.dims.items():
+        for name in share.dims:
+            dim = share.from_back(name)
             if dim is None or not module.has_variable("params", name):
                 continue
             shape = tuple(nn.unbox(module.get_variable("params", name)).shape)

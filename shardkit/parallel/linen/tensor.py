@@ -63,7 +63,8 @@ def run_shared(
       ValueError: it already multiplies in a way of its own.
     """
     if isinstance(module, nn.Embed):
-        return _embed(module, method, share, sharing, *args, **kwargs)
+        (values,) = (*args, *kwargs.values())  # whichever name it has
+        return _embed(module, method, share, sharing, values)
     if isinstance(module, nn.Einsum):
         return _einsum(module, share, sharing, *args, **kwargs)
     for name in ("dot_general", "dot_general_cls"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -33,7 +34,7 @@ from shardkit.parallel.plans import (
     SequenceParallel,
 )
 from shardkit.parallel.plans.base import find_plan
-from shardkit.parallel.shares import check_divides, check_heads, unit_plans
+from shardkit.parallel.shares import check_axes, check_divides, check_heads, unit_plans
 from shardkit.parallel.steps import around_layer
 from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh, Layout
@@ -93,6 +94,8 @@ def apply_plans(
             _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
+    if "" not in chosen and find_plan((p for items in chosen.values() for p in items), ColWiseParallel) is not None:
+        wrap(model, Around(outermost=True))
     return _places(model, mesh, claims, chosen, alone)
 
 
@@ -133,6 +136,7 @@ def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict
         if plan is None or Nnx().kind_of(attention) not in ATTENTION:
             continue
         check_heads(path, attention.num_heads, attention.num_kv_heads, plan, mesh.shape[plan.axis])
+        check_axes(path, plan, ring)
         sequence = find_plan(items, SequenceParallel)
         for name, item in unit_plans(plan).items():
             inside = below(path, name)
@@ -160,8 +164,8 @@ def _claims(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> Claims:
         if plan is None or Nnx().kind_of(layer) in ATTENTION:
             continue
         share = share_of(layer, plan)
-        for name, dim in share.dims.items():
-            variable = getattr(layer, name, None)
+        for name in share.dims:
+            variable, dim = getattr(layer, name, None), share.from_back(name)
             if dim is None or variable is None:
                 continue
             shape = tuple(variable.shape)
@@ -188,7 +192,16 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
         layer.attention_fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=mesh, causal=ring.causal)
     outputs = outputs_of(layer) if plan is not None and not attends else None
     table = isinstance(layer, nnx.Embed)
-    wrap(layer, around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends))
+    wrap(
+        layer,
+        around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters),
+    )
+
+
+def _own_parameters(layer: Any) -> list[Any] | None:
+    if layer.promote_dtype is not promote_dtype:
+        return None
+    return [x for x in (layer.kernel, layer.bias) if x is not None]
 
 
 def _check_attention(function: Any, ring: RingAttention, path: str) -> None:
@@ -223,7 +236,7 @@ def _places(
             continue
         layout = layout or Layout(mesh, {}).resolved(len(value.shape))
         if fully is not None and isinstance(variable, nnx.Param) and value.size >= max(fully.min_size, 1):
-            layout = stage3_layout(layout, value.shape, fully.axis)
+            layout = stage3_layout(layout, value.shape, fully.axis, fully.first_dim)
         places[id(variable)] = layout.sharding
     return places
 
@@ -246,7 +259,8 @@ def place(model: nnx.Module, places: Mapping[int, NamedSharding]) -> None:
         value, sharding = variable.get_raw_value(), places.get(id(variable))
         if sharding is None or isinstance(value, Tracer):
             continue
-        if isinstance(value, jax.Array) and holds_arrays(sharding.mesh):
-            variable.set_raw_value(jax.device_put(value, sharding))
+        if isinstance(value, jax.Array):
+            if holds_arrays(sharding.mesh):
+                variable.set_raw_value(jax.device_put(value, sharding))
         else:
             variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))

@@ -25,10 +25,18 @@ def wrap(layer: Any, around: Around) -> None:
         layer.__class__ = cls
 
 
+def _empty(cls: type) -> Any:
+    return object.__new__(_wrapped(cls))
+
+
 @functools.cache
 def _wrapped(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.shardkit_around(self, functools.partial(cls.__call__, self), args, kwargs)
 
-    names = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _empty, (cls,), vars(self)  # pickle can't find the class by its name
+
+    names: dict[str, Any] = {"__call__": call, "__reduce_ex__": reduce}
+    names |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), {**names, _MADE: cls})

@@ -42,18 +42,21 @@ class FullyShard(LayerPlan):
     Args:
       axis: the mesh axis, that of the batch.
       min_size: parameters with fewer elements stay whole: they cost more messages than they save memory.
+      first_dim: dims before it are never cut: 1 for layers stacked along dim 0 (``nnx.scan``, ``nn.scan``).
 
     Example:
       >>> import shardkit as sk
       >>> sk.FullyShard("dp")
-      FullyShard(axis='dp', min_size=0)
+      FullyShard(axis='dp', min_size=0, first_dim=0)
     """
 
     part: ClassVar[str] = "data"
 
     axis: str = "dp"
     min_size: int = 0
+    first_dim: int = 0
 
     def __post_init__(self):
         check_axis_name(self, self.axis)
         check_dim(self, self.min_size)
+        check_dim(self, self.first_dim)

@@ -19,8 +19,9 @@ class PrepareLayerInput(LayerPlan):
     """Run a function on a layer's arguments before it's called.
 
     Args:
-      fn: ``fn(mesh, *args, **kwargs)`` returns the positional arguments: a tuple, or the only one. A function defined
-        once, not a new lambda a step: it's part of what ``jit`` compares.
+      fn: ``fn(mesh, *args, **kwargs)`` returns all the layer is called with: its only argument, a tuple of positional
+        ones, or ``(tuple, dict)`` with those by name. A function defined once, not a new lambda a step: it's part of
+        what ``jit`` compares.
 
     Example:
       >>> import shardkit as sk

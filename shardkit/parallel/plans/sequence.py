@@ -18,6 +18,7 @@ class SequenceParallel(LayerPlan):
     ``sk.ColWiseParallel``: the input comes cut and is put together (all-gather; backward a reduce-scatter). In a list
     with ``sk.RowWiseParallel``: the sum is a reduce-scatter (backward an all-gather). An all-reduce sends as much as the
     two together, so no byte more travels, and norms and dropout work on, and keep, 1/n of the activations.
+    A layer of the lists whose input has no such dim (pooled before) takes it whole.
 
     Args:
       axis: the mesh axis, that of the tensor-parallel layers.

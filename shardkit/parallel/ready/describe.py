@@ -69,7 +69,7 @@ def traced(call: Any) -> list[Found]:
     def look(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name in ("__call__", "attend"):
             path = join_path(context.module.path)
-            found.setdefault(path, _linen(path, context.module, args))
+            found.setdefault(path, _linen(path, context.module, (*args, *kwargs.values())))
         return run(*args, **kwargs)
 
     with linen.intercept_methods(look):

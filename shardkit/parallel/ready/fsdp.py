@@ -24,7 +24,7 @@ def fsdp(axis: str = "dp", *, min_size: int = 0, verbose: bool = True) -> ReadyP
       >>> import shardkit as sk
       >>> from flax import nnx
       >>> sk.plans.fsdp("dp", verbose=False).guess(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
-      {'': [FullyShard(axis='dp', min_size=0)]}
+      {'': [FullyShard(axis='dp', min_size=0, first_dim=0)]}
     """
     plan = FullyShard(axis, min_size)
 

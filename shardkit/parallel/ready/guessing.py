@@ -70,6 +70,7 @@ class ReadyPlan(dict):
         super().__init__()
         self.title, self.verbose, self._guess = title, verbose, guess
         self._shown: list[Choice] | None = None
+        self._more: tuple[Mapping[PathPattern, Any], ...] = ()
 
     def guess(self, model: Any, *args: Any, mesh: AnyMesh | None = None, **kwargs: Any) -> dict[PathPattern, Any]:
         """The plan for a model, as a plain dictionary; what was chosen is printed (``verbose``).
@@ -91,20 +92,17 @@ class ReadyPlan(dict):
         self._shown = choices
         plan: dict[PathPattern, Any] = {c.path: list(c.plans) for c in choices if c.plans}
         plan |= dict(self)
-        return {pattern: items for pattern, items in plan.items() if items is not None}
+        plan = {pattern: items for pattern, items in plan.items() if items is not None}
+        for more in self._more:
+            more = more.for_layers(layers, mesh) if isinstance(more, ReadyPlan) else more
+            plan |= {pattern: [*_listed(plan.get(pattern, ())), *_listed(items)] for pattern, items in more.items()}
+        return plan
 
     def with_plans(self, more: Mapping[PathPattern, Any]) -> ReadyPlan:
-        """This plan with more entries, which join what's guessed for their paths."""
-
-        def both(layers: Sequence[Found], mesh: AnyMesh | None) -> list[Choice]:
-            choices, rest = [], dict(more)
-            for choice in self._guess(layers, mesh):
-                added = _listed(rest.pop(choice.path, ()))
-                choices.append(dataclasses.replace(choice, plans=(*added, *choice.plans)))
-            return [*(Choice(p, "", tuple(_listed(items)), "given") for p, items in rest.items()), *choices]
-
-        joined = ReadyPlan(self.title, both, self.verbose)
+        """This plan with those of another, which join what's there for their paths."""
+        joined = ReadyPlan(self.title, self._guess, self.verbose)
         joined.update(self)
+        joined._more = (*self._more, more)
         return joined
 
     def _table(self, choices: Sequence[Choice]) -> Table:

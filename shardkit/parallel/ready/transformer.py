@@ -48,7 +48,7 @@ def transformer(tp: str = "tp", sequence: bool = False, *, dim: int = 1, verbose
     """Tensor parallelism for a transformer, guessed from its layers when the plan meets the model.
 
     Attention is cut by heads, embeddings by vocabulary, and in a block the layers that widen by column and those that
-    come back by row (by their names, else by their sizes); a head whose classes the axis divides by column. What doesn't
+    come back by row (by their names, else by their sizes); a head whose classes the axis divides by column, with its logits left cut over classes. What doesn't
     fit is left whole, and the printed table says why.
 
     Args:
@@ -116,7 +116,7 @@ def _choose(
     if layer.last in _HEAD or (layer.outputs in vocabularies and layer.outputs > layer.inputs):
         if layer.outputs % size:
             return None, f"whole: {size} devices don't divide {layer.outputs} classes"
-        return ColWiseParallel(column.axis, gather_output=True), f"{layer.outputs} classes"
+        return column, f"{layer.outputs} classes, which stay cut"
     return None, f"whole: {layer.inputs} -> {layer.outputs} has no counterpart in {layer.parent or 'the model'!r}"
 
 

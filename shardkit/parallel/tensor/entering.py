@@ -8,19 +8,22 @@ and one all-reduce serves the three.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax import numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit import scopes
 from shardkit._compat import varying_axes
+from shardkit.meshes import platform_of
 from shardkit.placements import entry_names
 from shardkit.spatial.operands import explicit_axes
 
@@ -28,6 +31,16 @@ from shardkit.spatial.operands import explicit_axes
 def varying(x: Any, axis: str) -> Any:
     """``x`` with a type that says it varies over a manual axis."""
     return x if axis in varying_axes(x) else lax.pcast(x, axis, to="varying")
+
+
+def sum_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The dtype that devices add up in.
+
+    XLA on CPU adds short floats in float32 anyway, and stops the process when it makes that of a sum in a region that
+    leaves other axes to it.
+    """
+    short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if short and platform_of(mesh) == "cpu" else dtype
 
 
 def enter_once(x: Any, axis: str, entries: Sequence[Any], dim: int | None, mesh: Mesh | AbstractMesh) -> Any:
@@ -43,30 +56,40 @@ def enter_once(x: Any, axis: str, entries: Sequence[Any], dim: int | None, mesh:
     return once(x, (_enter, axis, tuple(entries), dim, mesh), lambda x: _enter(axis, tuple(entries), dim, mesh, x))
 
 
-_made: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+_kept: contextvars.ContextVar[dict[tuple[Any, ...], tuple[Any, Any, Any]] | None] = contextvars.ContextVar(
+    "kept", default=None
+)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Within the outermost of these ``once`` remembers: traced values, which mustn't outlive the call they're of."""
+    token = _kept.set({}) if _kept.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _kept.reset(token)
 
 
 def once(x: Any, what: tuple[Any, ...], make: Any) -> Any:
-    """``make(x)``, the same object for the same tracer, as long as that lives.
+    """``make(x)``, the same object for the same tracer, while ``remembering``.
 
     Args:
       x: a value. What isn't being traced is made anew.
       what: says what is made; hashable.
       make: makes it.
     """
-    if not isinstance(x, Tracer):
+    kept = _kept.get()
+    if kept is None or not isinstance(x, Tracer):
         return make(x)
     key, state = (id(x), *what), jex_core.get_opaque_trace_state(convention="nnx")
-    found = _made.get(key)
-    if found is not None and found[0]() is x and found[1] == state:
+    found = kept.get(key)
+    if found is not None and found[0] is x and found[1] == state:
         return found[2]
     made = make(x)
-    _made[key] = (weakref.ref(x, functools.partial(_forget, _made, key)), state, made)
+    kept[key] = (x, state, made)
     return made
-
-
-def _forget(made: dict[tuple[Any, ...], Any], key: tuple[Any, ...], _: Any) -> None:
-    made.pop(key, None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
@@ -79,11 +102,14 @@ def _enter(axis: str, entries: tuple[Any, ...], dim: int | None, mesh: Any, x: A
     if typed:
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*before)))
 
+    wide = sum_dtype(x.dtype, mesh)
+
     def body(block):
+        block = block.astype(wide)  # its gradient is added up in this dtype
         if dim is None:
-            return varying(block, axis)[None]
+            return varying(block, axis)[None].astype(x.dtype)
         with scopes.scope(scopes.RESHARD):
-            return lax.all_gather(block, axis, axis=dim, tiled=True)[None]
+            return lax.all_gather(block, axis, axis=dim, tiled=True)[None].astype(x.dtype)
 
     # Linear, so that reverse mode has nothing to carry out of the region.
     return jax.shard_map(

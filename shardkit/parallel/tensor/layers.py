@@ -31,7 +31,8 @@ class Sharing:
     def multiply(self, product: Multiply, letters: Letters, rhs_dim: int, lhs: Any, rhs: Any) -> Any:
         """``product`` with dim ``rhs_dim`` of the weight ``rhs`` cut."""
         sequence = None
-        if self.sequence is not None:
+        # An input without a sequence (pooled, of one example's time) is whole.
+        if self.sequence is not None and lhs.ndim > self.sequence + letters.contracted:
             sequence = self._sequence_letter(letters, lhs.shape)
         shared = Shared(self.axis, letters.rhs[rhs_dim], sequence, self.batch)
         return share_product(product, letters, shared, lhs, rhs, self.mesh)

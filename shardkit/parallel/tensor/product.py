@@ -19,13 +19,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit import scopes
 from shardkit.meshes import manual_axes, resolve_mesh
-from shardkit.parallel.tensor.entering import enter_once, varying
+from shardkit.parallel.tensor.entering import enter_once, sum_dtype, varying
 from shardkit.placements import axes_size, entry_names
 from shardkit.spatial.operands import axis_entries, explicit_axes, in_manual_region
 
 
 class Multiply(Protocol):
     """The product itself, of whole operands or of blocks. Hashable (it keys a compilation cache)."""
+
+    @property
+    def preferred_element_type(self) -> Any: ...
 
     def __call__(self, lhs: Any, rhs: Any, /) -> Any: ...
 
@@ -69,6 +72,11 @@ class Letters:
     lhs: str
     rhs: str
     out: str
+
+    @property
+    def contracted(self) -> int:
+        """How many letters are summed over."""
+        return sum(c not in self.out for c in self.lhs)
 
     @classmethod
     def of_dot(cls, dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> Letters:
@@ -133,9 +141,11 @@ def share_product(
     """
     axis, column = shared.axis, shared.letter in letters.out and shared.letter not in letters.lhs
     mesh = resolve_mesh(mesh, what="a tensor-parallel layer")
+    preferred = multiply.preferred_element_type
+    sums = sum_dtype(jnp.result_type(lhs, rhs) if preferred is None else preferred, mesh)
     if axis in manual_axes():
-        return _Local(multiply, letters, shared)(lhs, rhs)
-    if mesh.shape[axis] == 1:
+        return _Local(multiply, letters, shared, sums)(lhs, rhs)
+    if mesh.shape[axis] == 1 and axis not in explicit_axes(mesh):
         return multiply(lhs, rhs)
     typed = explicit_axes(mesh)
     lhs_entries: list[Any] = axis_entries(lhs) if typed else [None] * lhs.ndim
@@ -158,7 +168,9 @@ def share_product(
         if shared.sequence is not None and shared.letter not in letters.out:
             placed[shared.sequence] = _with(placed.get(shared.sequence), axis)
     region = _Region(
-        multiply=_Local(multiply, letters, dataclasses.replace(shared, sequence=None if column else shared.sequence)),
+        multiply=_Local(
+            multiply, letters, dataclasses.replace(shared, sequence=None if column else shared.sequence), sums
+        ),
         entered=column,
         mesh=mesh,
         axis_names=frozenset({axis, *typed, *batch}),
@@ -210,6 +222,7 @@ class _Local:
     multiply: Multiply
     letters: Letters
     shared: Shared
+    sums: Any  # the dtype that results are added up in
 
     def __call__(self, lhs: Any, rhs: Any) -> Any:
         letters, shared = self.letters, self.shared
@@ -220,10 +233,11 @@ class _Local:
             return self.multiply(lhs, rhs)
         out = self.multiply(lhs, rhs)
         with scopes.scope(scopes.REDUCTION):
+            wide = out.astype(self.sums)
             if shared.sequence is None:
-                return lax.psum(out, shared.axis)
-            dim = letters.out.index(shared.sequence)
-            return lax.psum_scatter(varying(out, shared.axis), shared.axis, scatter_dimension=dim, tiled=True)
+                return lax.psum(wide, shared.axis).astype(out.dtype)
+            wide, dim = varying(wide, shared.axis), letters.out.index(shared.sequence)
+            return lax.psum_scatter(wide, shared.axis, scatter_dimension=dim, tiled=True).astype(out.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from shardkit import scopes
 from shardkit.arrays import Padded
 from shardkit.arrays.placing import keep_axes
 from shardkit.meshes import resolve_mesh
+from shardkit.parallel.tensor.entering import sum_dtype
 from shardkit.placements import axes_size, entry_names
 from shardkit.spatial.operands import (
     Cut,
@@ -106,7 +107,7 @@ def vocabulary_lookup(
         # ids which it cuts over the same axis.
         spec = keep_axes(in_specs[0], where, AxisType.Auto)
         table = lax.with_sharding_constraint(table, NamedSharding(where, spec))
-    return run_region(region, _Lookup(cut, scatter_dim), table, ids)
+    return run_region(region, _Lookup(cut, scatter_dim, sum_dtype(table.dtype, where)), table, ids)
 
 
 def vocabulary_logits(
@@ -333,6 +334,7 @@ def run_region(region: Region, local: Local, *operands: Any) -> Any:
 class _Lookup:
     cut: Cut
     scatter_dim: int | None
+    sums: Any  # the dtype that rows are added up in
 
     def __call__(self, at: Any, block: Array, ids: Array) -> Array:
         local, valid = own_ids(ids, self.cut, at)
@@ -340,8 +342,10 @@ class _Lookup:
         rows = jnp.where(valid[..., None], rows, jnp.nan)
         with scopes.scope(scopes.REDUCTION):
             if self.scatter_dim is None:
-                return combined(lax.psum, rows, self.cut)
-            return combined(lax.psum_scatter, rows, self.cut, scatter_dimension=self.scatter_dim, tiled=True)
+                return combined(lax.psum, rows.astype(self.sums), self.cut).astype(rows.dtype)
+            wide = rows.astype(self.sums)
+            wide = combined(lax.psum_scatter, wide, self.cut, scatter_dimension=self.scatter_dim, tiled=True)
+            return wide.astype(rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
