@@ -98,7 +98,6 @@ class Job:
 
 
 WAYS = ("tp", "tp + sequence", "dp x tp", "dp x tp + sequence")
-WHOLE_LOGITS = "plain loss, as guessed"  # the plan puts logits together unless it's told not to
 PARALLEL, PLAIN = "loss_parallel", "plain loss"
 SHORT_GATHERS = "plain loss, gather_dtype=bfloat16"
 
@@ -111,7 +110,7 @@ def jobs(targets: list[str]) -> list[Job]:
         losses = (PARALLEL, PLAIN) if target == "cpu" else (PARALLEL,)
         forms: dict[tuple[str, str], tuple[str, ...]] = {("GPT", way): losses for way in WAYS}
         if quick:
-            forms["GPT", "tp"] = (PARALLEL, PLAIN, WHOLE_LOGITS)
+            forms["GPT", "tp"] = (PARALLEL, PLAIN)
         forms["GPT", "fsdp"] = (PLAIN,) if target == "cpu" else (PLAIN, SHORT_GATHERS)
         if target == "cpu":
             forms["linen GPT", WAYS[-1]] = (PARALLEL,)
@@ -206,10 +205,7 @@ def gpt(job: Job, mesh: Any) -> tuple[Callable, tuple]:
             config["dp"] = {"axis": "dp", "stage": 3 if job.way == "fsdp" else 0}
         if "tp" in job.axes:
             sequence = "sequence" in job.way
-            plan = sk.plans.transformer("tp", sequence=sequence, verbose=False)
-            if job.form != WHOLE_LOGITS:
-                plan["head"] = [sk.ColWiseParallel("tp"), *([sk.SequenceParallel("tp")] if sequence else [])]
-            config["mp"] = {"plan": plan}
+            config["mp"] = {"plan": sk.plans.transformer("tp", sequence=sequence, verbose=False)}
         model = sk.parallelize(model, config=config, mesh=mesh)
     apply, params = linen_model(plain, model, ids, mesh) if linen else nnx_model(model, mesh)
 
