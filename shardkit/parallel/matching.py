@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shardkit.parallel.paths import PathPattern, matches, nearest, takes_everything
-from shardkit.parallel.plans import LayerPlan
+from shardkit.parallel.plans import (
+    ColWiseParallel,
+    ConvParallel,
+    LayerPlan,
+    RingAttention,
+    RowWiseParallel,
+    SequenceParallel,
+)
 from shardkit.placements import AnyMesh
 
 
-class Framework(Protocol):
-    """What nnx or linen says of its layers."""
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """What nnx or linen has in the way of layers.
+
+    Attributes:
+      name: "nnx" or "linen".
+      spatial: kinds that ``ConvParallel`` applies to.
+      tensor: kinds with a weight that column and row plans share out.
+      attention: kinds of attention.
+      positionwise: kinds that treat positions of a sequence one by one.
+      kind_of: the Flax class of a layer, whatever plans have made of it.
+      spatial_dims: how many spatial dims a layer convolves over; None: it says nothing of them.
+    """
 
     name: str
+    spatial: tuple[type, ...]
+    tensor: tuple[type, ...]
+    attention: tuple[type, ...]
+    positionwise: tuple[type, ...]
+    kind_of: Callable[[Any], type]
+    spatial_dims: Callable[[Any], int | None]
 
     def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
         """The kinds of layers a plan applies to; None: any. ``everything``: of a pattern that takes all it knows."""
-
-    def kind_of(self, layer: Any) -> type:
-        """The Flax class of a layer, whatever plans have made of it."""
-        ...
+        if isinstance(plan, ConvParallel):
+            return self.spatial
+        if isinstance(plan, ColWiseParallel | RowWiseParallel):
+            return (*self.tensor, *self.attention)
+        if isinstance(plan, RingAttention):
+            return self.attention
+        return self.positionwise if everything and isinstance(plan, SequenceParallel) else None
 
     def problem(self, plan: LayerPlan, layer: Any) -> str | None:
         """Why a plan doesn't fit a layer of a right kind."""
+        if not isinstance(plan, ConvParallel):
+            return None
+        dims = self.spatial_dims(layer)
+        return plan.problem(3 if dims is None else dims)
 
 
 Plans = Mapping[PathPattern, LayerPlan | Sequence[LayerPlan]]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardkit.parallel.plans import ColWiseParallel, RowWiseParallel
+from shardkit.parallel.plans import ColWiseParallel, LayerPlan, RowWiseParallel, SequenceParallel
+from shardkit.parallel.plans.base import find_plan
 from shardkit.parallel.tensor.layers import column_letter, row_letter
 from shardkit.parallel.tensor.product import Letters
 
 WeightPlan = ColWiseParallel | RowWiseParallel
+Plans = tuple[LayerPlan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,31 @@ def check_axes(path: str, plan: Any, ring: Any) -> None:
             f"layer {path!r} gets two plans that fight, {plan} and {ring}: mesh axis {plan.axis!r} can cut the heads "
             "or the sequence of one layer; use another axis for one of them"
         )
+
+
+def as_part(path: str, items: Sequence[LayerPlan], above: str, unit: Sequence[LayerPlan], own: WeightPlan) -> Plans:
+    """The plans of a layer within attention that is cut as a unit.
+
+    Args:
+      path: the layer's.
+      items: what patterns give it.
+      above: the path of the attention.
+      unit: the plans of the attention.
+      own: the layer's part of them.
+
+    Raises:
+      ValueError: it has a column or row plan that says otherwise.
+    """
+    whole = find_plan(unit, (ColWiseParallel, RowWiseParallel))
+    given = find_plan(items, (ColWiseParallel, RowWiseParallel))
+    if given not in (None, whole, own):
+        raise ValueError(
+            f"layer {path!r} gets two plans that fight: {given}, and {own} as part of {above!r} ({whole}); leave out "
+            "one of them"
+        )
+    sequence = find_plan(unit, SequenceParallel)
+    others = tuple(p for p in items if p.part not in ("weight", "sequence"))
+    return (*others, own) if sequence is None else (*others, own, sequence)
 
 
 def unit_plans(plan: WeightPlan) -> dict[str, WeightPlan]:

@@ -13,7 +13,7 @@ from shardkit.parallel.claims import Claims
 from shardkit.parallel.layers.dropout import linen_dropout
 from shardkit.parallel.linen.spatial import SPATIAL_LAYERS
 from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, setting, share_of
-from shardkit.parallel.matching import Matcher, batch_axes_of
+from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
     Applied,
@@ -26,13 +26,13 @@ from shardkit.parallel.plans import (
     SequenceParallel,
 )
 from shardkit.parallel.plans.base import find_plan
-from shardkit.parallel.shares import check_axes, check_divides, check_heads, unit_plans
+from shardkit.parallel.shares import WeightPlan, as_part, check_axes, check_divides, check_heads, unit_plans
 from shardkit.parallel.steps import around_layer
 from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh
 
 WRAPS = "_shardkit_wraps"  # of a model's class: the class it was
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+_POSITIONWISE = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
 
 
 def plain_class(module: Any) -> type:
@@ -40,28 +40,12 @@ def plain_class(module: Any) -> type:
     return getattr(type(module), WRAPS, type(module))
 
 
-class Linen:
-    """What linen says of its layers."""
+def _spatial_dims(module: Any) -> int | None:
+    size = getattr(module, "kernel_size", None)
+    return None if size is None else 1 if isinstance(size, int) else len(size)
 
-    name = "linen"
 
-    def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
-        if isinstance(plan, ConvParallel):
-            return tuple(SPATIAL_LAYERS)
-        if isinstance(plan, ColWiseParallel | RowWiseParallel):
-            return (*TENSOR_LAYERS, *ATTENTION)
-        if isinstance(plan, RingAttention):
-            return ATTENTION
-        return _NORMS if everything and isinstance(plan, SequenceParallel) else None
-
-    def kind_of(self, layer: Any) -> type:
-        return plain_class(layer)
-
-    def problem(self, plan: LayerPlan, layer: Any) -> str | None:
-        if isinstance(plan, ConvParallel):
-            size = getattr(layer, "kernel_size", None)
-            return plan.problem(3 if size is None else 1 if isinstance(size, int) else len(size))
-        return None
+LINEN = Framework("linen", tuple(SPATIAL_LAYERS), TENSOR_LAYERS, ATTENTION, _POSITIONWISE, plain_class, _spatial_dims)
 
 
 def _own_parameters(module: Any) -> list[Any] | None:
@@ -82,8 +66,9 @@ class Session:
 
     def __init__(self, plans: Mapping[PathPattern, tuple[LayerPlan, ...]], mesh: AnyMesh, strict: bool):
         self._mesh, self._batch = mesh, batch_axes_of(plans.values())
-        self._matcher = Matcher(plans, Linen(), strict)
-        self._within: dict[str, tuple[LayerPlan, str, tuple[LayerPlan, ...]]] = {}
+        self._matcher = Matcher(plans, LINEN, strict)
+        # of layers within attention that is cut as a unit: its path, its plans, the layer's part of them
+        self._within: dict[str, tuple[str, tuple[LayerPlan, ...], WeightPlan]] = {}
         self._chosen: dict[str, tuple[LayerPlan, ...]] = {}
         self.claims = Claims()
         self.sharded: dict[str, FullyShard] = {}
@@ -125,37 +110,23 @@ class Session:
         if path not in self._chosen:
             self.layers[path] = module
             items = self._matcher.plans_for((path,), module, lambda: self.layers)
-            self._chosen[path] = items = self._as_part(path, items)
+            if path in self._within:
+                items = as_part(path, items, *self._within[path])
+            self._chosen[path] = items
             fully = find_plan(items, FullyShard)
             if fully is not None:
                 self.sharded[path] = fully
             plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
             if plan is not None and plain_class(module) in ATTENTION:
+                heads = module.num_heads  # type: ignore[attr-defined]
                 check_axes(path, plan, find_plan(items, RingAttention))
-                self._cut_heads(path, module, plan, find_plan(items, SequenceParallel))
+                check_heads(path, heads, heads, plan, self._mesh.shape[plan.axis])
+                self._within |= {below(path, name): (path, items, own) for name, own in unit_plans(plan).items()}
             ring = find_plan(items, RingAttention)
             if ring is not None and ring.backend == "all_to_all":
                 heads = module.num_heads  # type: ignore[attr-defined]
                 check_heads(path, heads, heads, ring, self._mesh.shape[ring.axis])
         return self._chosen[path]
-
-    def _cut_heads(self, path: str, module: Any, plan: Any, sequence: SequenceParallel | None) -> None:
-        """The layers within attention get their part of its plan."""
-        check_heads(path, module.num_heads, module.num_heads, plan, self._mesh.shape[plan.axis])
-        for name, item in unit_plans(plan).items():
-            self._within[below(path, name)] = (plan, path, (item,) if sequence is None else (item, sequence))
-
-    def _as_part(self, path: str, items: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
-        if path not in self._within:
-            return items
-        whole, above, given = self._within[path]
-        own = find_plan(items, (ColWiseParallel, RowWiseParallel))
-        if own not in (None, whole, given[0]):
-            raise ValueError(
-                f"layer {path!r} gets two plans that fight: {own}, and {given[0]} as part of {above!r} ({whole}); "
-                "leave out one of them"
-            )
-        return (*(p for p in items if p.part not in ("weight", "sequence")), *given)
 
     def _run(
         self, module: Any, method: str, path: str, items: tuple[LayerPlan, ...], run: Any, args: Any, kwargs: Any

@@ -16,7 +16,7 @@ from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
 from shardkit.parallel.around import Around
 from shardkit.parallel.claims import Claims
-from shardkit.parallel.matching import Matcher, batch_axes_of
+from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
@@ -34,40 +34,28 @@ from shardkit.parallel.plans import (
     SequenceParallel,
 )
 from shardkit.parallel.plans.base import find_plan
-from shardkit.parallel.shares import check_axes, check_divides, check_heads, unit_plans
+from shardkit.parallel.shares import as_part, check_axes, check_divides, check_heads, unit_plans
 from shardkit.parallel.steps import around_layer
 from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh, Layout
 
-_NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.Dropout)
+_POSITIONWISE = (nnx.LayerNorm, nnx.RMSNorm, nnx.Dropout)
 _TWINS = {twin: base for base, twin in SPATIAL_LAYERS.items()} | {
     ParallelDropout: nnx.Dropout,
     ParallelEmbed: nnx.Embed,
 }
 
 
-class Nnx:
-    """What nnx says of its layers."""
+def _kind_of(layer: Any) -> type:
+    cls = own_class(layer)
+    return _TWINS.get(cls, cls)
 
-    name = "nnx"
 
-    def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
-        if isinstance(plan, ConvParallel):
-            return tuple(SPATIAL_LAYERS)
-        if isinstance(plan, ColWiseParallel | RowWiseParallel):
-            return (*TENSOR_LAYERS, *ATTENTION)
-        if isinstance(plan, RingAttention):
-            return ATTENTION
-        return _NORMS if everything and isinstance(plan, SequenceParallel) else None
+def _spatial_dims(layer: Any) -> int | None:
+    return len(layer.kernel_size) if hasattr(layer, "kernel_size") else None
 
-    def kind_of(self, layer: Any) -> type:
-        cls = own_class(layer)
-        return _TWINS.get(cls, cls)
 
-    def problem(self, plan: LayerPlan, layer: Any) -> str | None:
-        if isinstance(plan, ConvParallel):
-            return plan.problem(len(layer.kernel_size) if hasattr(layer, "kernel_size") else 3)
-        return None
+NNX = Framework("nnx", tuple(SPATIAL_LAYERS), TENSOR_LAYERS, ATTENTION, _POSITIONWISE, _kind_of, _spatial_dims)
 
 
 def apply_plans(
@@ -80,7 +68,7 @@ def apply_plans(
     """
     layers = named_layers(model)
     alone = {path: layer for path, (_, layer) in layers.items()}
-    matcher = Matcher(plans, Nnx(), strict)
+    matcher = Matcher(plans, NNX, strict)
     chosen = {path: matcher.plans_for(paths, layer, lambda: alone) for path, (paths, layer) in layers.items()}
     matcher.check_used(alone)
     chosen = {path: items for path, items in _heads_cut(chosen, alone, mesh).items() if items}
@@ -90,7 +78,7 @@ def apply_plans(
         if own_class(layer) is nnx.Dropout:
             layer.__class__ = ParallelDropout  # what's around it is put there anew below
     for path, layer in alone.items():
-        if Nnx().kind_of(layer) in ATTENTION and path not in chosen:
+        if NNX.kind_of(layer) in ATTENTION and path not in chosen:
             _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
@@ -133,22 +121,13 @@ def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict
         attention = layers[path]
         if ring is not None and ring.backend == "all_to_all":
             check_heads(path, attention.num_heads, attention.num_heads, ring, mesh.shape[ring.axis])
-        if plan is None or Nnx().kind_of(attention) not in ATTENTION:
+        if plan is None or NNX.kind_of(attention) not in ATTENTION:
             continue
         check_heads(path, attention.num_heads, attention.num_kv_heads, plan, mesh.shape[plan.axis])
         check_axes(path, plan, ring)
-        sequence = find_plan(items, SequenceParallel)
-        for name, item in unit_plans(plan).items():
+        for name, own in unit_plans(plan).items():
             inside = below(path, name)
-            has = chosen.get(inside, ())
-            own = find_plan(has, (ColWiseParallel, RowWiseParallel))
-            if own not in (None, plan, item):
-                raise ValueError(
-                    f"layer {inside!r} gets two plans that fight: {own}, and {item} as part of {path!r} ({plan}); "
-                    "leave out one of them"
-                )
-            others = [p for p in has if p.part not in ("weight", "sequence")]
-            result[inside] = (*others, item) if sequence is None else (*others, item, sequence)
+            result[inside] = as_part(inside, chosen.get(inside, ()), path, items, own)
     return result
 
 
@@ -161,7 +140,7 @@ def _claims(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> Claims:
     claims = Claims()
     for path, items in chosen.items():
         plan, layer = find_plan(items, (ColWiseParallel, RowWiseParallel)), layers[path]
-        if plan is None or Nnx().kind_of(layer) in ATTENTION:
+        if plan is None or NNX.kind_of(layer) in ATTENTION:
             continue
         share = share_of(layer, plan)
         for name in share.dims:
@@ -180,9 +159,9 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
     conv = find_plan(items, ConvParallel)
     plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
     sequence, ring = find_plan(items, SequenceParallel), find_plan(items, RingAttention)
-    attends = Nnx().kind_of(layer) in ATTENTION
+    attends = NNX.kind_of(layer) in ATTENTION
     if conv is not None:
-        layer.__class__ = SPATIAL_LAYERS[Nnx().kind_of(layer)]
+        layer.__class__ = SPATIAL_LAYERS[NNX.kind_of(layer)]
         layer.shardkit_plan = Applied(conv, mesh, path)
     if plan is not None and not attends:
         sharing = Sharing(plan.axis, mesh, path, None if sequence is None else sequence.dim, batch)

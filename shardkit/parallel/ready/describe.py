@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from shardkit.parallel.nnx.apply import Nnx, named_layers
+from shardkit.parallel.nnx.apply import NNX, named_layers
 from shardkit.parallel.paths import join_path
 from shardkit.parallel.ready.guessing import Found
 
@@ -86,7 +86,7 @@ def _size(value: Any) -> int:
 
 
 def _nnx(path: str, layer: Any) -> Found:
-    kind = _NNX.get(Nnx().kind_of(layer), "other")
+    kind = _NNX.get(NNX.kind_of(layer), "other")
     name = type(layer).__name__
     if kind == "linear":
         return Found(path, kind, name, _size(layer.in_features), _size(layer.out_features))
