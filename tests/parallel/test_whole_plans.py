@@ -140,6 +140,9 @@ def test_a_second_call_adds_to_the_first():
     assert specs(model)["down/kernel"] == P(None, "tp")
     x = jnp.ones((4, 8))
     np.testing.assert_allclose(model(x), NnxMLP(nnx.Rngs(0))(x), rtol=1e-6)
+    sk.parallelize(model, {"": sk.PrepareLayerOutput(twice)}, mesh())
+    sk.parallelize(model, {"up": C}, mesh())
+    np.testing.assert_allclose(model(x), 2 * NnxMLP(nnx.Rngs(0))(x), rtol=1e-6)
 
 
 def test_plain_parameters_by_rules():
@@ -339,7 +342,11 @@ def test_activations_that_do_not_divide(plan):
 def test_layers_with_products_of_their_own():
     layer = nnx.Linear(8, 8, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="the layer has its own dot_general"):
-        sk.parallelize(layer, {"": C}, mesh())
+        sk.parallelize(nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layer]), {"*": C}, mesh())
+    mixed = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layer)
+    with pytest.raises(ValueError, match="the layer has its own dot_general"):
+        sk.parallelize(mixed, {"layers/*": C}, mesh())
+    assert mixed.layers[0].dot_general is jax.lax.dot_general  # nothing has changed
     layer = sk.parallelize(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"": C}, mesh())
     with pytest.raises(ValueError, match="was called with out_sharding"):
         layer(jnp.ones((2, 8)), out_sharding=P())

@@ -20,8 +20,8 @@ from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
-from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, share_of, share_out
-from shardkit.parallel.nnx.wrapping import own_class, wrap
+from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, check_own, outputs_of, share_of, share_out
+from shardkit.parallel.nnx.wrapping import is_wrapped, own_class, wrap
 from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
     Applied,
@@ -78,11 +78,12 @@ def apply_plans(
         if own_class(layer) is nnx.Dropout:
             layer.__class__ = ParallelDropout  # what's around it is put there anew below
     for path, layer in alone.items():
-        if NNX.kind_of(layer) in ATTENTION and path not in chosen:
+        if NNX.kind_of(layer) in ATTENTION and path not in chosen and not is_wrapped(layer):
             _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
-    if "" not in chosen and find_plan((p for items in chosen.values() for p in items), ColWiseParallel) is not None:
+    columns = find_plan((p for items in chosen.values() for p in items), ColWiseParallel)
+    if columns is not None and not is_wrapped(model):
         wrap(model, Around(outermost=True))
     return _places(model, mesh, claims, chosen, alone)
 
@@ -119,6 +120,8 @@ def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict
         plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
         ring = find_plan(items, RingAttention)
         attention = layers[path]
+        if ring is not None:
+            _check_attention(attention.attention_fn, ring, path)
         if ring is not None and ring.backend == "all_to_all":
             check_heads(path, attention.num_heads, attention.num_heads, ring, mesh.shape[ring.axis])
         if plan is None or NNX.kind_of(attention) not in ATTENTION:
@@ -142,6 +145,7 @@ def _claims(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> Claims:
         plan, layer = find_plan(items, (ColWiseParallel, RowWiseParallel)), layers[path]
         if plan is None or NNX.kind_of(layer) in ATTENTION:
             continue
+        check_own(layer, plan, path)
         share = share_of(layer, plan)
         for name in share.dims:
             variable, dim = getattr(layer, name, None), share.from_back(name)
@@ -165,9 +169,8 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
         layer.shardkit_plan = Applied(conv, mesh, path)
     if plan is not None and not attends:
         sharing = Sharing(plan.axis, mesh, path, None if sequence is None else sequence.dim, batch)
-        share_out(layer, plan, share_of(layer, plan), sharing)
+        share_out(layer, share_of(layer, plan), sharing)
     if ring is not None:
-        _check_attention(layer.attention_fn, ring, path)
         layer.attention_fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=mesh, causal=ring.causal)
     outputs = outputs_of(layer) if plan is not None and not attends else None
     table = isinstance(layer, nnx.Embed)

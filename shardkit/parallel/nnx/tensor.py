@@ -36,29 +36,26 @@ def outputs_of(layer: Any) -> int:
     return len(layer.out_features) if issubclass(own_class(layer), nnx.LinearGeneral) else 1
 
 
-def share_out(layer: Any, plan: WeightPlan, share: Share, sharing: Sharing) -> None:
-    """The layer multiplies with a weight that is cut as ``share`` says.
+def check_own(layer: Any, plan: WeightPlan, path: str) -> None:
+    """Raises ValueError where the layer multiplies in a way of its own already."""
+    plain: dict[str, tuple[Any, ...]] = {
+        "einsum_op": (jnp.einsum,),
+        "dot_general": (lax.dot_general, None),
+        "dot_general_cls": (None,),
+    }
+    for name, usual in plain.items():
+        value = getattr(layer, name, usual[0])
+        if value not in usual and not isinstance(value, ParallelDot | ParallelEinsum):
+            raise ValueError(f"{plan} on {path!r}: the layer has its own {name}; leave out one of the two")
 
-    Raises:
-      ValueError: it already multiplies in a way of its own.
-    """
+
+def share_out(layer: Any, share: Share, sharing: Sharing) -> None:
+    """The layer multiplies with a weight that is cut as ``share`` says."""
     if isinstance(layer, nnx.Embed):
         layer.__class__ = ParallelEmbed
         table = cast(ParallelEmbed, layer)
         table.shardkit_sharing, table.shardkit_cut = sharing, share.weight_dim
     elif isinstance(layer, nnx.Einsum):
-        _check_own(layer, "einsum_op", (jnp.einsum,), sharing.path, plan)
         layer.einsum_op = ParallelEinsum(sharing, share.weight_dim)
     else:
-        _check_own(layer, "dot_general", (lax.dot_general, None), sharing.path, plan)
-        if getattr(layer, "dot_general_cls", None) is not None:
-            raise ValueError(
-                f"{plan} on {sharing.path!r}: the layer has its own dot_general_cls; leave out one of the two"
-            )
         layer.dot_general = ParallelDot(sharing, share.weight_dim)
-
-
-def _check_own(layer: Any, name: str, plain: tuple[Any, ...], path: str, plan: Any) -> None:
-    value = getattr(layer, name)
-    if value not in plain and not isinstance(value, ParallelDot | ParallelEinsum):
-        raise ValueError(f"{plan} on {path!r}: the layer has its own {name}; leave out one of the two")

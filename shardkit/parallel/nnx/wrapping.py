@@ -15,6 +15,11 @@ def own_class(layer: Any) -> type:
     return getattr(type(layer), _MADE, type(layer))
 
 
+def is_wrapped(layer: Any) -> bool:
+    """Something is around the layer's call."""
+    return hasattr(type(layer), _MADE)
+
+
 def wrap(layer: Any, around: Around) -> None:
     """Put ``around`` around a layer's call, in place of what was there before."""
     cls = own_class(layer)
