@@ -62,13 +62,17 @@ class Around:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A dim of arrays is cut over a mesh axis (``axis=None``: put together); other dims stay as they are."""
+    """A dim of arrays is cut over a mesh axis (``axis=None``: put together); other dims stay as they are.
+
+    ``joins`` is the axis that has cut what is put together.
+    """
 
     dim: int
     axis: str | None
     mesh: Mesh | AbstractMesh
     path: str
     plan: str
+    joins: str | None = None
 
     def divides(self, x: Any) -> bool:
         """Whether an array has the dim, and the axis divides it."""
@@ -82,6 +86,8 @@ class Cut:
         if self.axis is not None and (self.axis in manual_axes() or self.mesh.shape[self.axis] == 1):
             return x  # there, each device has its part
         dim = self.dim % x.ndim
+        if self.joins in manual_axes():
+            return lax.all_gather(x, self.joins, axis=dim, tiled=True)
         if self.axis is not None and x.shape[dim] % self.mesh.shape[self.axis]:
             raise ValueError(
                 f"layer {self.path!r}: {self.plan} cuts dim {dim} of shape {x.shape} over mesh axis {self.axis!r}, but "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def around_layer(
         if not table:
             before.append(CastOnce(parameters))
         if weight.gather_output:
-            after.append(CutResult(cut(-outputs, None, weight)))
+            after.append(CutResult(dataclasses.replace(cut(-outputs, None, weight), joins=weight.axis)))
     user = find_plan(plans, PrepareLayerOutput)
     if user is not None:
         after.append(UserOutput(user.fn, mesh))

@@ -255,3 +255,29 @@ def test_embeddings_and_layers_on_explicit_axes(axes):
     with jax.set_mesh(on):
         got = jax.jit(jax.value_and_grad(lambda p, ids: jnp.sin(nnx.merge(planned, p)(ids)).sum()))(params, placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(got), want)
+
+
+def test_layers_inside_a_manual_region_of_their_axis():
+    """There they work on this device's blocks: results are put together, and inputs that aren't cut are refused."""
+    on = mesh(tp=4)
+    plan = {"up": sk.ColWiseParallel("tp", gather_output=True), "down": sk.RowWiseParallel("tp")}
+    model = sk.parallelize(NnxMLP(nnx.Rngs(0)), plan, on)
+    up, params = nnx.split(model.up)
+    specs = jax.tree.map(lambda p: p.sharding.spec, params)
+    x = x_of(4, 8)
+
+    def inside(p, x):
+        y = nnx.merge(up, p)(x)
+        assert y.shape == (4, 16)
+        return jax.lax.pmean(y, "tp")
+
+    y = jax.jit(jax.shard_map(inside, mesh=on, in_specs=(specs, P()), out_specs=P()))(params, x)
+    np.testing.assert_allclose(y, NnxMLP(nnx.Rngs(0)).up(x), rtol=1e-5, atol=1e-6)
+    down, params = nnx.split(model.down)
+    specs = jax.tree.map(lambda p: p.sharding.spec, params)
+    with pytest.raises(ValueError, match="takes this device's 4 input features, got 16"):
+        jax.eval_shape(
+            jax.shard_map(lambda p, x: nnx.merge(down, p)(x), mesh=on, in_specs=(specs, P()), out_specs=P()),
+            params,
+            x_of(4, 16),
+        )

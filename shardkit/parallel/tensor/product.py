@@ -144,6 +144,14 @@ def share_product(
     preferred = multiply.preferred_element_type
     sums = sum_dtype(jnp.result_type(lhs, rhs) if preferred is None else preferred, mesh)
     if axis in manual_axes():
+        held, here = rhs.shape[letters.rhs.index(shared.letter)], None
+        if shared.letter in letters.lhs:
+            here = lhs.shape[letters.lhs.index(shared.letter)]
+        if here not in (None, held):
+            raise ValueError(
+                f"a row layer in a manual region of {axis!r} takes this device's {held} input features, got {here}; "
+                "put a column layer before it, or cut its input"
+            )
         return _Local(multiply, letters, shared, sums)(lhs, rhs)
     if mesh.shape[axis] == 1 and axis not in explicit_axes(mesh):
         return multiply(lhs, rhs)
