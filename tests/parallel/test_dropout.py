@@ -46,7 +46,7 @@ def on_one_device(framework: str) -> Any:
     ("framework", "axes", "microbatches"),
     [
         ("nnx", {"dp": 2, "tp": 4}, 1),
-        pytest.param("linen", {"dp": 2, "tp": 2}, 2, marks=pytest.mark.not_smoke),
+        pytest.param("linen", {"dp": 2, "tp": 2}, 2, marks=pytest.mark.slow),
         pytest.param("nnx", {"dp": 4}, 1, marks=pytest.mark.slow),
         pytest.param("linen", {"dp": 4, "tp": 2}, 1, marks=pytest.mark.slow),
     ],

@@ -50,7 +50,6 @@ ROWS = [
     *[("UNet3D", way) for way in ("D x W", "dp x sp")],
 ]
 ALWAYS = {
-    ("nnx", "GPT", "dp x tp"),
     ("linen", "GPT", "tp+sequence"),
     ("linen", "MLP", "fsdp x tp"),
     ("linen", "UNet", "dp x sp"),

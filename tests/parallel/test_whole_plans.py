@@ -53,6 +53,7 @@ def test_every_parameter_is_placed_and_keeps_its_name():
     assert sorted(names) == sorted(specs(model))
 
 
+@pytest.mark.not_smoke
 def test_made_sharded_with_the_values_of_the_seed():
     """Each device makes its part, of an nnx model and of a linen one; no array is whole meanwhile."""
     want = nnx.state(NnxMLP(nnx.Rngs(3)))
@@ -225,6 +226,7 @@ def test_unet_and_fsdp_are_guessed(capsys):
 # one dictionary
 
 
+@pytest.mark.not_smoke
 def test_config_merges_its_parts():
     tx = optax.adam(1e-3)
     config = {"dp": {"axis": "dp", "stage": 3}, "mp": {"plan": sk.plans.transformer("tp", verbose=False)}}
@@ -394,6 +396,7 @@ def test_attention_alone_is_a_model_too(framework):
     assert report.by_kind() == {"all_reduce": 1}, str(report)
 
 
+@pytest.mark.not_smoke
 def test_the_ambient_mesh_makes_and_places():
     plan = {"up": C, "down": R}
     with jax.set_mesh(mesh()):
