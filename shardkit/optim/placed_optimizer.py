@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from shardkit.arrays.placing import constrain
+from shardkit.meshes import or_stand_in
 from shardkit.optim.homes import check_match, homes_of, labelled, places_beside
 from shardkit.optim.reduce import reduce_gradients
 from shardkit.optim.stored import is_leaf
@@ -43,12 +44,13 @@ def placed_optimizer(
     within = optax.with_extra_args_support(tx)
 
     def placed(tree: Any, homes: Any) -> Any:
-        place = places_beside(homes, None, mesh)
+        here = or_stand_in(mesh)
+        place = places_beside(homes, None, here)
 
         def one(path: Any, x: Any) -> Any:
             if not hasattr(x, "ndim") or jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 return x
-            return constrain(x, mesh, place(path, x).spec_for(x.ndim))
+            return constrain(x, here, place(path, x).spec_for(x.ndim))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -61,7 +63,7 @@ def placed_optimizer(
         check_match(grads, homes)
         if axis is not None:
             leaves, structure = jax.tree.flatten(grads, is_leaf=is_leaf)
-            leaves = [labelled(x, home.layout(mesh)) for x, home in zip(leaves, homes, strict=True)]
+            leaves = [labelled(x, home.layout(or_stand_in(mesh))) for x, home in zip(leaves, homes, strict=True)]
             grads = reduce_gradients(jax.tree.unflatten(structure, leaves), "all_reduce", axis=axis)
         updates, inner = within.update(placed(grads, homes), state.inner, params, **extra)
         return placed(updates, homes), PlacedState(placed(inner, homes), state.homes)

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from shardkit._compat import spec_entries
 from shardkit.inspect.compiling import functions_in
 from shardkit.inspect.explaining.leaf import Leaf, root_of
+from shardkit.placements import axes_size, entry_names
 
 
 def named_arguments(
@@ -63,6 +65,13 @@ def _names(fun: Any, count: int) -> list[str]:
     return names
 
 
+def _on_one_device(shape: tuple[int, ...], sharding: NamedSharding) -> int:
+    """Elements of a value that are here; dims that are left to the compiler (or inside a manual region) count whole."""
+    entries = spec_entries(sharding.spec)
+    parts = [1 if e is PartitionSpec.UNCONSTRAINED else axes_size(sharding.mesh, entry_names(e)) for e in entries]
+    return math.prod(-(-size // n) for size, n in zip(shape, (*parts, *[1] * len(shape)), strict=False))
+
+
 def constrained_sizes(jaxpr: Any) -> frozenset[int]:
     """Elements, on one device, of the values that a traced program constrains or reshards."""
     return frozenset(_sizes(jaxpr))
@@ -74,6 +83,6 @@ def _sizes(jaxpr: Any) -> Iterator[int]:
     for equation in jaxpr.eqns:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if equation.primitive.name in ("sharding_constraint", "reshard") and isinstance(sharding, NamedSharding):
-            yield math.prod(sharding.shard_shape(tuple(equation.outvars[0].aval.shape)))
+            yield _on_one_device(equation.outvars[0].aval.shape, sharding)
         for function in functions_in(equation.params):
             yield from _sizes(function)

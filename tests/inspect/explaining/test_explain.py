@@ -317,3 +317,20 @@ def test_on_explicit_axes():
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("dp")))
     w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
     assert [e.purpose for e in sk.explain(jax.grad(_loss), w, x, mesh=mesh).collectives] == ["gradient reduction"]
+
+
+def test_values_constrained_inside_a_region_that_leaves_axes_to_the_compiler():
+    """JAX can't say how large their part on a device is."""
+    mesh = sk.make_mesh({"dp": 2, "tp": 4})
+
+    def loss(w, x):
+        y = jnp.tanh(x @ w)
+        within = jax.sharding.get_abstract_mesh()
+        return jnp.mean(jax.lax.with_sharding_constraint(y, NamedSharding(within, P(P.UNCONSTRAINED, "tp"))) ** 2)
+
+    def step(w, x):
+        gradient = sk.value_and_grad(loss, batch_axes="dp", mesh=mesh)(w, x)[1]
+        return sk.reduce_gradients(gradient, "all_reduce", axis="dp")
+
+    page = sk.explain(step, jnp.ones((8, 16)), jnp.ones((4, 8)))
+    assert "gradient" in str(page)
