@@ -38,11 +38,12 @@ class AllToAll:
 
     def forward(self, index: Any, operands: Operands) -> tuple[Array, tuple[Array, ...]]:
         """(this device's rows of the result, what backward needs: its heads of all operands)."""
-        query, key, value = self._to_heads(index, operands.query, operands.key, operands.value)
+        query, key, value = self._exchange_all(index, *operands[:3], to_heads=True)
         mine = Operands(query, key, value, *(_merged_pairs(x, query.ndim) for x in operands[3:]))
         out, (logsum,) = self.whole.forward(0, mine)
         kv_heads = key.shape[-2]
-        return self._to_rows(index, _split(out, kv_heads)), (query, key, value, out, logsum)
+        rows = _joined(self._exchange(index, _split(out, kv_heads), to_heads=False))
+        return rows, (query, key, value, out, logsum)
 
     def saved(self, operands: Operands, out: Any, extra: Any) -> tuple[Operands, Any, Any]:
         """What is kept for backward: heads of the whole sequence, in place of the operands."""
@@ -58,43 +59,26 @@ class AllToAll:
         cotangent = cotangent.reshape(result.shape)
         mine = Operands(query, key, value, *(_merged_pairs(x, query.ndim) for x in operands[3:]))
         *found, for_bias = self.whole.backward(0, mine, result, (logsum,), cotangent)
-        for_query, for_key, for_value = self._back_to_rows(index, *found)
+        for_query, for_key, for_value = self._exchange_all(index, *found, to_heads=False)
         if for_bias is not None and operands.bias is not None:
             for_bias = for_bias.reshape(operands.bias.shape)
         return for_query, for_key, for_value, for_bias
 
-    def _to_heads(self, index: Any, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-        """``[..., rows, heads, d]`` to ``[..., all rows, heads / n, d]``, in one exchange where shapes allow."""
-        kv_heads = key.shape[-2]
-        q = _split(query, kv_heads, self.shards)
-        k, v = _split(key, kv_heads, self.shards), _split(value, kv_heads, self.shards)
+    def _exchange_all(
+        self, index: Any, query: Array, key: Array, value: Array, to_heads: bool
+    ) -> tuple[Array, Array, Array]:
+        """``[..., rows, heads, d]`` to ``[..., all rows, heads / n, d]``, or back; in one exchange if shapes allow."""
+        kv_heads, parts = key.shape[-2], self.shards if to_heads else 1
+        q, k, v = (_split(x, kv_heads, parts) for x in (query, key, value))
         group = q.shape[-2]
         if query.shape[-3] == key.shape[-3] and key.shape == value.shape:
-            both = self._exchange(index, lax.concatenate([q, k, v], q.ndim - 2), to_heads=True)
+            both = self._exchange(index, lax.concatenate([q, k, v], q.ndim - 2), to_heads)
             q, k, v = jnp.split(both, (group, group + 1), axis=-2)
         else:
-            q = self._exchange(index, q, to_heads=True)
-            both = self._exchange(index, lax.concatenate([k, v], k.ndim - 1), to_heads=True)
+            q = self._exchange(index, q, to_heads)
+            both = self._exchange(index, lax.concatenate([k, v], k.ndim - 1), to_heads)
             k, v = jnp.split(both, (key.shape[-1],), axis=-1)
-        return tuple(x.reshape(*x.shape[:-4], -1, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
-
-    def _back_to_rows(self, index: Any, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-        """The inverse of ``_to_heads``."""
-        kv_heads = key.shape[-2]
-        q, k, v = _split(query, kv_heads), _split(key, kv_heads), _split(value, kv_heads)
-        group = q.shape[-2]
-        if query.shape[-3] == key.shape[-3] and key.shape == value.shape:
-            both = self._to_rows(index, lax.concatenate([q, k, v], q.ndim - 2), merge=False)
-            q, k, v = jnp.split(both, (group, group + 1), axis=-2)
-        else:
-            q = self._to_rows(index, q, merge=False)
-            both = self._to_rows(index, lax.concatenate([k, v], k.ndim - 1), merge=False)
-            k, v = jnp.split(both, (key.shape[-1],), axis=-1)
-        return tuple(x.reshape(*x.shape[:-4], -1, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
-
-    def _to_rows(self, index: Any, x: Array, merge: bool = True) -> Array:
-        x = self._exchange(index, x, to_heads=False)
-        return x.reshape(*x.shape[:-4], -1, x.shape[-1]) if merge else x
+        return _joined(q), _joined(k), _joined(v)
 
     def _exchange(self, index: Any, x: Array, to_heads: bool) -> Array:
         """``[..., rows, kv_heads / n, n, g, d]`` to ``[..., all rows, kv_heads / n, 1, g, d]``, or back."""
@@ -139,6 +123,11 @@ def own_pairs(x: Array | None, axis_name: AxisName, shards: int, kv_heads: int, 
 def _split(x: Array, kv_heads: int, shards: int = 1) -> Array:
     """``[..., heads, d]`` as ``[..., kv_heads / n, n, heads of each, d]``."""
     return x.reshape(*x.shape[:-2], kv_heads // shards, shards, x.shape[-2] // kv_heads, x.shape[-1])
+
+
+def _joined(x: Array) -> Array:
+    """The inverse of ``_split``."""
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
 
 
 def _merged_pairs(x: Array | None, ndim: int) -> Array | None:

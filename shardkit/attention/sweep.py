@@ -14,6 +14,7 @@ from jax import Array, lax
 from shardkit._compat import varying_axes
 from shardkit.attention.softmax import Rule, State, absorb, scores, tile_gradients, wide
 from shardkit.attention.tiles import Tiling
+from shardkit.varying import varying
 
 T = TypeVar("T")
 
@@ -228,9 +229,8 @@ def zeros_wide(x: Array) -> Array:
     return _full(x.shape, 0, wide(x.dtype), varying_axes(x))
 
 
-def _full(shape: tuple[int, ...], value: float, dtype: Any, varying: frozenset[str]) -> Array:
-    x = jnp.full(shape, value, dtype)
-    return lax.pcast(x, tuple(varying), to="varying") if varying else x
+def _full(shape: tuple[int, ...], value: float, dtype: Any, names: frozenset[str]) -> Array:
+    return varying(jnp.full(shape, value, dtype), sorted(names))
 
 
 def _through(table: Any, one: Callable[[Any, Any, T], T], carry: T) -> T:
@@ -263,10 +263,5 @@ def _both(a: Array | None, b: Array) -> Array:
 
 def vary_alike(*trees: Any, over: frozenset[str] = frozenset()) -> Any:
     """Values whose types vary over the same manual axes: all that one of them, or ``over``, names."""
-    names = over.union(*(varying_axes(x) for x in jax.tree.leaves(trees)))
-
-    def cast(x: Any) -> Any:
-        missing = tuple(n for n in names if n not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, trees)
+    names = sorted(over.union(*(varying_axes(x) for x in jax.tree.leaves(trees))))
+    return jax.tree.map(lambda x: varying(x, names), trees)

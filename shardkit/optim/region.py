@@ -17,6 +17,7 @@ from shardkit.optim.batch import Leaf, entering
 from shardkit.optim.examples import examples_here, place, read_cuts
 from shardkit.optim.parameters import Parameter
 from shardkit.placements import AnyMesh
+from shardkit.varying import varying
 
 
 class Region:
@@ -79,7 +80,7 @@ class Region:
         return value, count, jax.tree.unflatten(self._aux_tree, aux), stacks, self._kind
 
     def _body(self, own: Sequence[Any], fixed: Sequence[Any], data: Sequence[Any], positions: Any) -> Any:
-        blocks = [_varying(x, self._names) for x in own]
+        blocks = [varying(x, self._names) for x in own]
 
         def loss(points: Sequence[Any], data: Sequence[Any], number: jax.Array) -> Any:
             seen = [p.seen(block, point) for block, point, p in zip(blocks, points, self._parameters, strict=True)]
@@ -117,17 +118,17 @@ class Region:
         gathered = {id(x): i for i, (x, p) in enumerate(zip(points, self._parameters, strict=True)) if p.eager}
         if gathered:
             pull = self._gathering_again(pull, gathered, blocks, total)
-        (grads,) = pull(_varying(jnp.ones((), total.dtype), sorted(varying_axes(total))))
+        (grads,) = pull(varying(jnp.ones((), total.dtype), sorted(varying_axes(total))))
         # A loss that the user has summed over an axis doesn't vary along it, and isn't to be summed again.
         self._varies = tuple(n for n in self._names if n in varying_axes(total))
-        total, count = (None if x is None else _varying(jnp.asarray(x), self._names) for x in (total, count))
+        total, count = (None if x is None else varying(jnp.asarray(x), self._names) for x in (total, count))
         return total, count, grads, aux
 
     def _point(self, block: jax.Array, p: Parameter) -> jax.Array:
         """What is differentiated: the parameter, or, where the loss is to gather it, a slot for its gradient."""
         if p.gather is None:
             return block
-        return _varying(jnp.zeros(p.shape, block.dtype), self._names) if p.lazily else p.gather(block)
+        return varying(jnp.zeros(p.shape, block.dtype), self._names) if p.lazily else p.gather(block)
 
     def _gathering_again(self, pull: Any, gathered: Mapping[int, int], blocks: Sequence[Any], total: Any) -> Any:
         """The backward pass, with parameters gathered once more in place of what forward has gathered.
@@ -162,7 +163,7 @@ class Region:
             return jax.tree.map(jnp.add, carry, new), aux
 
         shapes = jax.eval_shape(lambda: one(0, [None if p is None else p[0] for p in parts])[0])
-        start = jax.tree.map(lambda x: _varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
+        start = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
         (total, count, grads), aux = lax.scan(step, start, (jnp.arange(slices), parts))
         return total, count, grads, jax.tree.map(self._aux_over_slices, aux)
 
@@ -198,7 +199,7 @@ class Region:
     def _scalar(self, x: Any) -> Any:
         # Over the axes that the loss varies along, even where this doesn't: a number of examples is to be added up.
         varies = tuple(n for n in self._names if n in varying_axes(x) or n in self._varies)
-        x = _varying(x, varies)
+        x = varying(x, varies)
         if not varies:
             return x
         with scopes.scope(scopes.REDUCTION):
@@ -207,7 +208,7 @@ class Region:
             return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
 
     def _stacked(self, x: Any) -> Any:
-        x = _varying(x, self._names)
+        x = varying(x, self._names)
         return x.reshape((1,) * len(self._names) + x.shape)
 
     def _key_of(self, x: Any, number: jax.Array) -> Any:
@@ -220,9 +221,3 @@ class Region:
 def _divided(x: jax.Array, by: Any) -> jax.Array:
     """A quotient in at least float32: in short floats a count may be infinite, or the sum of the slices' gradients."""
     return x if isinstance(by, int) and by == 1 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) / by
-
-
-def _varying(x: Any, names: Sequence[str]) -> Any:
-    """``x`` as a value that may differ along the axes: its gradient is each device's own."""
-    missing = tuple(n for n in names if n not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x

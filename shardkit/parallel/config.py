@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -18,6 +18,7 @@ from shardkit.optim import (
 from shardkit.optim.placed_optimizer import placed_optimizer
 from shardkit.parallel.paths import PathPattern
 from shardkit.parallel.plans import ConvParallel, DataParallel, FullyShard
+from shardkit.parallel.plans.base import listed
 from shardkit.parallel.ready.guessing import ReadyPlan
 from shardkit.placements import AnyMesh
 
@@ -106,12 +107,8 @@ def _merged(plans: dict[PathPattern, Any], more: Any) -> Any:
 
 def _add(plans: dict[PathPattern, Any], more: Mapping[PathPattern, Any]) -> None:
     for pattern, items in more.items():
-        before = _listed(plans.get(pattern, ()))
-        plans[pattern] = [*before, *_listed(items)]
-
-
-def _listed(items: Any) -> Sequence[Any]:
-    return items if isinstance(items, list | tuple) else [items]
+        before = listed(plans.get(pattern, ()))
+        plans[pattern] = [*before, *listed(items)]
 
 
 def optimizer_for(config: Config, tx: optax.GradientTransformation, mesh: AnyMesh) -> Any:

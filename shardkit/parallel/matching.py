@@ -17,6 +17,7 @@ from shardkit.parallel.plans import (
     RowWiseParallel,
     SequenceParallel,
 )
+from shardkit.parallel.plans.base import listed
 from shardkit.placements import AnyMesh
 
 
@@ -76,7 +77,7 @@ def read_plans(plans: Any, mesh: AnyMesh) -> dict[PathPattern, tuple[LayerPlan, 
         )
     found: dict[PathPattern, tuple[LayerPlan, ...]] = {}
     for key, given in plans.items():
-        items = tuple(given) if isinstance(given, list | tuple) else (given,)
+        items = listed(given)
         for item in items:
             if not isinstance(item, LayerPlan):
                 raise TypeError(

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from shardkit.arrays.placing import constrain
 from shardkit.meshes import concrete_mesh, resolve_mesh
 from shardkit.parallel.paths import PathPattern, join_path, matches, nearest
 from shardkit.placements import Layout, Placements
@@ -93,7 +93,5 @@ def _placed(x: Any, path: str, placements: Placements, mesh: Mesh | AbstractMesh
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
     if isinstance(x, Tracer):
-        if AxisType.Explicit in mesh.axis_types:
-            return jax.sharding.reshard(x, layout.sharding)
-        return lax.with_sharding_constraint(x, layout.sharding)
+        return constrain(x, mesh, layout.spec_for(x.ndim))
     return jax.device_put(x, layout.sharding)

@@ -13,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 
 from shardkit._compat import varying_axes
 from shardkit.parallel.layers.counters import positions
+from shardkit.varying import varying
 
 
 def bernoulli_block(key: Any, p: Any, shape: Sequence[int], starts: Sequence[Any], whole_shape: Sequence[int]) -> Any:
@@ -93,19 +94,14 @@ def _bits_block(
     indices = [_word(s) + jnp.arange(n, dtype=jnp.uint32) for s, n in zip(starts, shape, strict=True)]
     high, low = positions(indices, whole_shape) if shape else (0, jnp.zeros((), jnp.uint32))
     words = jax.random.key_data(key)
-    varies = varying_axes(low) | varying_axes(words)
+    varies = sorted(varying_axes(low) | varying_axes(words))
     given = [words[0], words[1], *(jnp.broadcast_to(jnp.asarray(x, jnp.uint32), shape) for x in (high, low))]
-    bits = threefry2x32_p.bind(*(_varying(x, varies) for x in given))
+    bits = threefry2x32_p.bind(*(varying(x, varies) for x in given))
     # The primitive's type doesn't say that a value differs from device to device.
-    bits = [_varying(x, varies) for x in bits]
+    bits = [varying(x, varies) for x in bits]
     if word != jnp.uint64:
         return (bits[0] ^ bits[1]).astype(word)
     return lax.shift_left(bits[0].astype(word), jnp.asarray(32, word)) | bits[1].astype(word)
-
-
-def _varying(x: Any, names: frozenset[str]) -> Any:
-    missing = tuple(sorted(names - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _word(x: Any) -> Any:

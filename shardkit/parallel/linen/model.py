@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.core.scope import Scope
-from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
+from shardkit.arrays.placing import constrain
 from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
 from shardkit.parallel.linen.session import WRAPS, Session, plain_class
@@ -84,8 +84,12 @@ class Same:
 def with_plan(model: nn.Module, plan: LinenPlan) -> Any:
     """The model, of a class of the same name that carries the plan."""
     cls = _planned(plain_class(model))
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}  # type: ignore[arg-type]
-    return cls(**{**fields, "shardkit_plan": plan})
+    return cls(**{**_fields(model, type(model)), "shardkit_plan": plan})
+
+
+def _fields(model: nn.Module, cls: Any) -> dict[str, Any]:
+    """What a model of class ``cls`` like this one is made with."""
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(cls) if f.init and f.name != "parent"}
 
 
 @functools.cache
@@ -107,8 +111,7 @@ def _planned(cls: type) -> type:
         return result
 
     def tabulate(self: Any, *args: Any, **kwargs: Any) -> str:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init and f.name != "parent"}  # type: ignore[arg-type]
-        return cls(**fields).tabulate(*args, **kwargs)
+        return cls(**_fields(self, cls)).tabulate(*args, **kwargs)
 
     def check_home(self: Any) -> None:
         if self.shardkit_plan is not None and not _active.get() and isinstance(self.parent, nn.Module | Scope):
@@ -154,18 +157,12 @@ def _create(plan: LinenPlan, run: Callable[..., tuple[Any, Any]], args: tuple[An
     places = _places(session, variables, plan.mesh)
     if any(isinstance(x, Tracer) for x in arrays):
         output, variables = made(arrays)
-        return output, jax.tree.map(_constrain, variables, places)
+        return output, jax.tree.map(lambda x, place: constrain(x, place.mesh, place.spec), variables, places)
     if holds_arrays(plan.mesh):
         free = jax.tree.map(lambda _: None, output)
         return jax.jit(made, out_shardings=(free, places))(arrays)
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     return output, jax.tree.map(place, variables, places)
-
-
-def _constrain(x: Any, place: NamedSharding) -> Any:
-    if AxisType.Explicit in place.mesh.axis_types:
-        return jax.sharding.reshard(x, place)
-    return lax.with_sharding_constraint(x, place)
 
 
 def _places(session: Session, variables: Any, mesh: AnyMesh) -> Any:

@@ -58,6 +58,11 @@ def check_dim(plan: Any, dim: Any) -> None:
         )
 
 
+def listed(items: Any) -> tuple[Any, ...]:
+    """One plan, or a list of them, as a tuple."""
+    return tuple(items) if isinstance(items, list | tuple) else (items,)
+
+
 def find_plan(plans: Iterable[Any], kind: type[P] | tuple[type[P], ...]) -> P | None:
     """The first plan of a kind (or of several)."""
     return next((plan for plan in plans if isinstance(plan, kind)), None)

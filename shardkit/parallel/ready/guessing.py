@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardkit.parallel.paths import PathPattern
 from shardkit.parallel.plans import LayerPlan
+from shardkit.parallel.plans.base import listed
 from shardkit.placements import AnyMesh
 
 
@@ -95,7 +96,7 @@ class ReadyPlan(dict):
         plan = {pattern: items for pattern, items in plan.items() if items is not None}
         for more in self._more:
             more = more.for_layers(layers, mesh) if isinstance(more, ReadyPlan) else more
-            plan |= {pattern: [*_listed(plan.get(pattern, ())), *_listed(items)] for pattern, items in more.items()}
+            plan |= {pattern: [*listed(plan.get(pattern, ())), *listed(items)] for pattern, items in more.items()}
         return plan
 
     def with_plans(self, more: Mapping[PathPattern, Any]) -> ReadyPlan:
@@ -121,7 +122,3 @@ def _alike(choices: Sequence[Choice], own: Container[Any]) -> dict[tuple[str, st
         why = choice.why + ("; yours stands in for it" if choice.path in own else "")
         found.setdefault((choice.name, plans, why), []).append(str(choice.path))
     return found
-
-
-def _listed(items: Any) -> Sequence[Any]:
-    return items if isinstance(items, list | tuple) else [items]

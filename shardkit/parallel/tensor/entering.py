@@ -22,15 +22,10 @@ from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit import scopes
-from shardkit._compat import varying_axes
 from shardkit.meshes import platform_of
 from shardkit.placements import entry_names
 from shardkit.spatial.operands import explicit_axes
-
-
-def varying(x: Any, axis: str) -> Any:
-    """``x`` with a type that says it varies over a manual axis."""
-    return x if axis in varying_axes(x) else lax.pcast(x, axis, to="varying")
+from shardkit.varying import varying
 
 
 def sum_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -107,7 +102,7 @@ def _enter(axis: str, entries: tuple[Any, ...], dim: int | None, mesh: Any, x: A
     def body(block):
         block = block.astype(wide)  # its gradient is added up in this dtype
         if dim is None:
-            return varying(block, axis)[None].astype(x.dtype)
+            return varying(block, (axis,))[None].astype(x.dtype)
         with scopes.scope(scopes.RESHARD):
             return lax.all_gather(block, axis, axis=dim, tiled=True)[None].astype(x.dtype)
 

@@ -19,9 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit import scopes
 from shardkit.meshes import manual_axes, resolve_mesh
-from shardkit.parallel.tensor.entering import enter_once, sum_dtype, varying
+from shardkit.parallel.tensor.entering import enter_once, sum_dtype
 from shardkit.placements import axes_size, entry_names
 from shardkit.spatial.operands import axis_entries, explicit_axes, in_manual_region
+from shardkit.varying import varying
 
 
 class Multiply(Protocol):
@@ -244,7 +245,7 @@ class _Local:
             wide = out.astype(self.sums)
             if shared.sequence is None:
                 return lax.psum(wide, shared.axis).astype(out.dtype)
-            wide, dim = varying(wide, shared.axis), letters.out.index(shared.sequence)
+            wide, dim = varying(wide, (shared.axis,)), letters.out.index(shared.sequence)
             return lax.psum_scatter(wide, shared.axis, scatter_dimension=dim, tiled=True).astype(out.dtype)
 
 

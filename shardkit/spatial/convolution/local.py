@@ -30,6 +30,7 @@ from shardkit.spatial.convolution.concat import Halos, clear
 from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.windows import shard_window
+from shardkit.varying import varying
 
 
 def _exchange(conv: LocalConv, at: Indices, x: Array) -> Halos:
@@ -195,13 +196,11 @@ def _vary_alike(x: Array, kernel: Array, at: Indices) -> tuple[Array, Array]:
     union = frozenset[str]().union(*(varying_axes(a) for a in (x, kernel, *at) if isinstance(a, jax.Array)))
 
     def vary(a: Array) -> Array:
-        missing = tuple(sorted(union - varying_axes(a)))
-        if not missing:
-            return a
-        if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating):
+        missing = sorted(union - varying_axes(a))
+        if missing and a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating):
             # The transpose sums over the missing axes: in float32, which is more exact, and XLA's CPU
             # backend aborts on some 16-bit sums in regions that leave other axes to the compiler.
-            return lax.pcast(a.astype(jnp.float32), missing, to="varying").astype(a.dtype)
-        return lax.pcast(a, missing, to="varying")
+            return varying(a.astype(jnp.float32), missing).astype(a.dtype)
+        return varying(a, missing)
 
     return vary(x), vary(kernel)
