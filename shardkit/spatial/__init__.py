@@ -1,7 +1,9 @@
 """Operators on arrays sharded in space."""
 
+from shardkit.spatial.convolution.forms import forms
 from shardkit.spatial.convolution.ring import ring_conv
 from shardkit.spatial.convolution.transpose import ring_conv_transpose
+from shardkit.spatial.convolution.tuning import tune_conv
 from shardkit.spatial.halo import halo_exchange
 from shardkit.spatial.moments import moments
 from shardkit.spatial.pad import ring_pad, ring_roll
@@ -11,6 +13,7 @@ from shardkit.spatial.pooling.response_norm import ring_local_response_norm
 from shardkit.spatial.resizing.resize import ring_resize, ring_scale_and_translate
 
 __all__ = [
+    "forms",
     "halo_exchange",
     "moments",
     "ring_avg_pool",
@@ -25,4 +28,5 @@ __all__ = [
     "ring_resize",
     "ring_roll",
     "ring_scale_and_translate",
+    "tune_conv",
 ]

@@ -85,7 +85,7 @@ def ring_pad(
         if named != "zeros" and size == 0:
             raise ValueError(f"{what}: dim {d} is empty, there is nothing to extend; use mode='zeros'")
     steps = tuple(
-        _Pad(d, operand.axis_name(d), operand.shards(d), operand.shape[d], *widths[d], named, values[d])
+        Padding(d, operand.axis_name(d), operand.shards(d), operand.shape[d], *widths[d], named, values[d])
         for d in touched
     )
     return run_block_op(_InTurn(steps), operand, out_shape, mixed=touched, what=what)
@@ -227,7 +227,7 @@ def _cut_out(x: Array, exchange: Exchange, axis_name: AxisName, index: Index, di
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pad:
+class Padding:
     dim: int
     axis_name: AxisName
     shards: int
@@ -287,7 +287,7 @@ class _Roll:
 class _InTurn:
     """One dim after the other."""
 
-    steps: tuple[_Pad | _Roll, ...]
+    steps: tuple[Padding | _Roll, ...]
 
     def __call__(self, at: At, block: Array) -> Array:
         for step in self.steps:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit.spatial.convolution.spec import Chunks, LocalConv
-from shardkit.spatial.exchange import permute
+from shardkit.spatial.exchange import AxisName, permute
 from shardkit.spatial.windows import Message, shard_window
 
 
@@ -92,14 +92,14 @@ def receive_chunks(conv: LocalConv, x: Array) -> tuple[Array, ...]:
         # TPU's compiler give the whole activation another layout.
         begin = message.offsets[0]
         edges = lax.slice_in_dim(x, begin, begin + message.length, axis=dim)
-        halos.append(_pass_on(conv, edges, message, axis, exchange.shards, towards))
+        halos.append(pass_on(edges, conv.lhs_spec[0], conv.chunks, message, axis, exchange.shards, towards))
     return tuple(halos)
 
 
-def _pass_on(conv: LocalConv, edges: Array, message: Message, axis, ring: int, towards: int) -> Array:
+def pass_on(
+    edges: Array, batch: int, chunks: Chunks, message: Message, axis: AxisName, ring: int, towards: int
+) -> Array:
     """Every chunk's edge, one place further along the ring of all chunks: up (+1) or down (-1)."""
-    chunks, batch = conv.chunks, conv.lhs_spec[0]
-    assert chunks is not None
     count = chunks.count
     shape = list(edges.shape)
     images = shape[batch] // count

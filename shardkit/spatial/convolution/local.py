@@ -22,7 +22,6 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit._compat import varying_axes
 from shardkit.spatial.convolution import concat, overlap
 from shardkit.spatial.convolution.apply import Indices, is_tiny
 from shardkit.spatial.convolution.blocks import from_chunks, to_chunks, why_chunks_differ
@@ -30,7 +29,7 @@ from shardkit.spatial.convolution.concat import Halos, clear
 from shardkit.spatial.convolution.spec import LocalConv
 from shardkit.spatial.exchange import clear_tail
 from shardkit.spatial.windows import shard_window
-from shardkit.varying import varying
+from shardkit.varying import alike
 
 
 def _exchange(conv: LocalConv, at: Indices, x: Array) -> Halos:
@@ -169,38 +168,23 @@ def local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
     Returns:
       ``out_block`` outputs in each spatial dim; those beyond the logical size mean nothing.
     """
-    if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(kernel.dtype, jnp.inexact):
-        x, kernel = _vary_alike(x, kernel, at)
-        run = _local_conv
-    else:
-        run = _plain  # nothing to differentiate
     if conv.chunks is None:
-        return run(conv, at, x, kernel)
+        return laid_out_conv(conv, at, x, kernel)
     position = conv.chunks.position
     window, index = conv.windows[position], at[position]
     dim, out_dim = conv.lhs_spec[2 + position], conv.out_spec[2 + position]
     shards = window.exchange.shards // conv.chunks.count
     x = clear_tail(x, window.exchange.size, shards, index, dim)
-    out = run(conv, at, to_chunks(x, conv.lhs_spec[0], dim, conv.chunks), kernel)
+    out = laid_out_conv(conv, at, to_chunks(x, conv.lhs_spec[0], dim, conv.chunks), kernel)
     out = from_chunks(out, conv.out_spec[0], out_dim, conv.chunks)
     # Of gradients too, which come the other way.
     return clear_tail(out, window.window.output_size, shards, index, out_dim)
 
 
-def _vary_alike(x: Array, kernel: Array, at: Indices) -> tuple[Array, Array]:
-    """Both operands varying over every mesh axis that either varies over.
-
-    The transpose of this (a sum over the axes an operand did not vary over) then lies outside of
-    the custom derivative, whose maps all act between equally varying blocks.
-    """
-    union = frozenset[str]().union(*(varying_axes(a) for a in (x, kernel, *at) if isinstance(a, jax.Array)))
-
-    def vary(a: Array) -> Array:
-        missing = sorted(union - varying_axes(a))
-        if missing and a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating):
-            # The transpose sums over the missing axes: in float32, which is more exact, and XLA's CPU
-            # backend aborts on some 16-bit sums in regions that leave other axes to the compiler.
-            return varying(a.astype(jnp.float32), missing).astype(a.dtype)
-        return varying(a, missing)
-
-    return vary(x), vary(kernel)
+def laid_out_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
+    """``local_conv`` of what lies as ``conv`` runs: of chunks, where it runs on chunks, zeros in their tails."""
+    if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(kernel.dtype, jnp.inexact):
+        # A sum over the axes that an operand did not vary over lies outside of the custom derivative, whose maps all
+        # act between equally varying blocks.
+        return _local_conv(conv, at, *alike([x, kernel], *at))
+    return _plain(conv, at, x, kernel)  # nothing to differentiate

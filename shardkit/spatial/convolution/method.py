@@ -1,4 +1,4 @@
-"""Which form a convolution runs in: the caller's choice, or the table that the benchmark filled."""
+"""Which form a convolution runs in: the caller's choice, what was set for a while, or the table."""
 
 from __future__ import annotations
 
@@ -7,51 +7,14 @@ import math
 from collections.abc import Sequence
 
 from shardkit.spatial.convolution.blocks import cut_into_chunks, why_not_chunks
+from shardkit.spatial.convolution.forms import found_form
+from shardkit.spatial.convolution.layers import Regime, layer_of
 from shardkit.spatial.convolution.overlap import why_not_overlap
 from shardkit.spatial.convolution.spec import Chunks, LocalConv
+from shardkit.spatial.convolution.table import Form, shipped_table
+from shardkit.spatial.convolution.trial import current_trial
 
 METHODS = ("auto", "concat", "overlap", "blocks")
-
-
-@dataclasses.dataclass(frozen=True)
-class Regime:
-    """What the choice depends on.
-
-    Attributes:
-      platform: "cpu", "gpu", "tpu".
-      images: batch elements on a device.
-      images_known: False where mesh axes left to the compiler may cut the batch further.
-      elements: of a device's block, in space.
-      features: the fewer of the features that come in and go out, in one group.
-    """
-
-    platform: str
-    images: int
-    images_known: bool
-    elements: int
-    features: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """Up to ``images`` on a device: these chunks (0: the form isn't "blocks")."""
-
-    images: float
-    method: str
-    chunks: int = 0
-    major: bool = False
-
-
-# From `python benchmarks/ring_conv.py --targets` (benchmarks/README.md has the figures), the first row that fits.
-# TPU: its matrix unit takes 8 images side by side, so fewer images are cut into 8 chunks; more are left as
-# they are. GPU: no form is faster, "overlap" keeps least. CPU: no form is better than "concat".
-_TABLE = {
-    "tpu": (_Row(7, "blocks", 8), _Row(math.inf, "blocks", 2, True)),
-    "gpu": (_Row(math.inf, "overlap"),),
-    "cpu": (_Row(math.inf, "concat"),),
-}
-# Below these, a layer is too small for its form to matter, and cutting it up would only add copies.
-_LEAST_ELEMENTS, _LEAST_FEATURES = 2**14, 64
 
 
 def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> LocalConv:
@@ -62,44 +25,69 @@ def choose_form(conv: LocalConv, method: str, regime: Regime, what: str) -> Loca
     """
     conv = dataclasses.replace(conv, shift_kernel=regime.platform == "tpu")
     if method == "auto":
-        return _by_table(conv, regime)
+        return _auto(conv, regime)
     if method == "overlap":
-        reason = why_not_overlap(conv)
-        if reason is not None:
+        found, reason = in_form(conv, Form("overlap"), regime)
+        if found is None:
             raise ValueError(f"{what}: method='overlap' can't run this convolution: {reason}; method='concat' can")
-        return dataclasses.replace(conv, method="overlap")
+        return found
     if method == "blocks":
-        row = _row("tpu", regime)
-        found, reason = _blocks(conv, [row.chunks, 8, 4, 2], row.major, regime)
+        form = _from_table("tpu", regime)
+        found, reason = _blocks(conv, [n for n in (form.chunks, 8, 4, 2) if n], form.major, regime)
         if found is None:
             raise ValueError(f"{what}: method='blocks' can't run this convolution: {reason}; method='concat' can")
         return found
     return conv
 
 
-def _by_table(conv: LocalConv, regime: Regime) -> LocalConv:
-    if regime.elements < _LEAST_ELEMENTS or regime.features < _LEAST_FEATURES:
+def _auto(conv: LocalConv, regime: Regime) -> LocalConv:
+    """In the form set for a while (forms.py), else the table's; "concat" where that can't run."""
+    layer = layer_of(conv, regime)
+    trial = current_trial()
+    if trial is not None:
+        return trial.enter(conv, regime, *in_form(conv, trial.form, regime))
+    found = found_form(layer)
+    if found is not None:
+        local, _ = in_form(conv, found, regime)
+        if local is not None:
+            return local
+    return by_table(conv, regime)
+
+
+def by_table(conv: LocalConv, regime: Regime) -> LocalConv:
+    """In the table's form; "concat" where that can't run, and for layers too small to matter."""
+    table = shipped_table()
+    if regime.elements < table.least_elements or regime.features < table.least_features:
         return conv
-    row = _row(regime.platform, regime)
-    if row.method == "overlap" and why_not_overlap(conv) is None:
-        return dataclasses.replace(conv, method="overlap")
-    if row.method == "blocks":
-        found, _ = _blocks(conv, [row.chunks], row.major, regime)
-        return found or conv
-    return conv
+    return in_form(conv, _from_table(regime.platform, regime), regime)[0] or conv
 
 
-def _row(platform: str, regime: Regime) -> _Row:
-    """Where the number of images isn't known, the row for few: with more, its form is good as well."""
-    images = regime.images if regime.images_known else 1
-    return next(r for r in _TABLE.get(platform, _TABLE["cpu"]) if images <= r.images)
+def in_form(conv: LocalConv, form: Form, regime: Regime) -> tuple[LocalConv | None, str | None]:
+    """``conv`` in just this form; or None, and why it can't run in it."""
+    if form.method == "overlap":
+        reason = why_not_overlap(conv)
+        return (dataclasses.replace(conv, method="overlap"), None) if reason is None else (None, reason)
+    if form.method == "blocks":
+        return _blocks(conv, [form.chunks], form.major, regime)
+    return conv, None
+
+
+def form_of(conv: LocalConv) -> Form:
+    """The form that a convolution is in."""
+    return Form(conv.method) if conv.chunks is None else Form(conv.method, conv.chunks.count, conv.chunks.major)
+
+
+def _from_table(platform: str, regime: Regime) -> Form:
+    """Where the number of images isn't known, that for few: with more, it is good as well."""
+    return shipped_table().form(platform, regime.images if regime.images_known else 1)
 
 
 def _blocks(conv: LocalConv, counts: Sequence[int], major: bool, regime: Regime) -> tuple[LocalConv | None, str | None]:
     """In the first number of chunks that some dim can be cut into: sharded dims first, the last of them first."""
-    # A batch that is cut further must stay the major part of the merged dim, or the compiler gathers it: the
-    # rows for an unknown number of images aren't major.
-    assert regime.images_known or not major
+    # A batch that is cut further must stay the major part of the merged dim, or the compiler gathers it: the table's
+    # first row, which serves here, isn't "major".
+    if major and not regime.images_known:
+        return None, "mesh axes left to the compiler may cut the batch, which must not be the minor part of a dim then"
     positions = sorted(range(len(conv.windows)), key=lambda p: (conv.axes[p] is None, -p))
     first = None
     for count in counts:

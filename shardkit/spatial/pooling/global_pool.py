@@ -98,11 +98,11 @@ class _Extreme:
         if jnp.issubdtype(block.dtype, jnp.complexfloating):
             raise TypeError(f"ring_global_pool: complex numbers ({np.dtype(block.dtype)}) have no order to pool by")
         fill = identity(lax.max if self.largest else lax.min, block.dtype)
-        return (_extreme(self.largest, reduction, reduction.clear(block, at, fill)),)
+        return (extreme(self.largest, reduction, reduction.clear(block, at, fill)),)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _extreme(largest: bool, reduction: Reduction, x: Array) -> Array:
+def extreme(largest: bool, reduction: Reduction, x: Array) -> Array:
     local = (jnp.max if largest else jnp.min)(x, reduction.axis, keepdims=True)
     if not reduction.axis_names:
         return local
@@ -122,11 +122,11 @@ def _combine(largest: bool, reduction: Reduction, x: Array) -> Array:
     return jnp.where(both[1] != 0, jnp.asarray(jnp.nan, x.dtype), both[0])
 
 
-@_extreme.defjvp
+@extreme.defjvp
 def _extreme_jvp(largest: bool, reduction: Reduction, primals, tangents):
     """As jnp: the mean of the tangents of all elements that attain the extreme. pmax has no rule of its own."""
     (x,), (dx,) = primals, tangents
-    out = _extreme(largest, reduction, x)
+    out = extreme(largest, reduction, x)
     attains = (x == out).astype(out.dtype)
     count = reduction.psum(attains.sum(reduction.axis, keepdims=True))
     return out, reduction.psum((dx * attains).sum(reduction.axis, keepdims=True)) / count

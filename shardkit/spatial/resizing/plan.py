@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Protocol
 
 import numpy as np
 
-from shardkit.spatial.resizing.weights import Resampling, dense, resize_band
+from shardkit.spatial.resizing.weights import Band, dense
 from shardkit.spatial.windows import Exchange, Span, block_size, ceil_div, plan_exchange
 
 # A long block of outputs is cut into chunks of about this many, each multiplied with the inputs it reads: a
@@ -20,6 +21,19 @@ _MOST_CHUNKS = 32  # each is a product of its own in the program
 
 # A matrix is stored where it has at most this many elements, or this many times those of its band.
 _STORED_ELEMENTS, _STORED_RATIO = 1 << 18, 4
+
+
+class Dim(Protocol):
+    """How one dim is resampled: sizes before and after, and the weights; hashable."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def out(self) -> int: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def band(self) -> Band: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +75,8 @@ class _Rows:
     weights: np.ndarray
 
 
-def _rows(dim: Resampling, shards: int) -> _Rows:
-    band = resize_band(dim)
+def _rows(dim: Dim, shards: int) -> _Rows:
+    band = dim.band
     block = block_size(dim.out, shards)
     missing = block * shards - dim.out
 
@@ -73,7 +87,7 @@ def _rows(dim: Resampling, shards: int) -> _Rows:
     return _Rows(cut(band.starts), cut(band.counts), cut(band.weights))
 
 
-def _exchange(dim: Resampling, shards: int, rows: _Rows) -> tuple[Exchange, np.ndarray, bool]:
+def _exchange(dim: Dim, shards: int, rows: _Rows) -> tuple[Exchange, np.ndarray, bool]:
     """The exchange, the input that stands first in what each shard then holds, and if that's its whole line."""
     block = block_size(dim.size, shards)
     needs = []
@@ -108,7 +122,7 @@ def _chunk(lo: int, hi: int, offsets: np.ndarray, counts: np.ndarray, weights: n
 
 
 @functools.lru_cache(maxsize=256)
-def plan_dim(dim: Resampling, shards: int) -> DimPlan:
+def plan_dim(dim: Dim, shards: int) -> DimPlan:
     """The plan of one dim, cut over ``shards`` (1 where it isn't sharded)."""
     rows = _rows(dim, shards)
     exchange, firsts, whole = _exchange(dim, shards, rows)

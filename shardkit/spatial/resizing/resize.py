@@ -16,7 +16,7 @@ from jax.image import ResizeMethod
 
 from shardkit.spatial.block_op import At, Operand, channels_last_letters, read_operand, run_block_op
 from shardkit.spatial.exchange import AxisName, Index, clear_tail, cut_span, join, receive
-from shardkit.spatial.resizing.plan import Chunk, DimPlan, plan_dim
+from shardkit.spatial.resizing.plan import Chunk, Dim, DimPlan, plan_dim
 from shardkit.spatial.resizing.weights import METHODS, Resampling
 
 _SYNONYMS = {
@@ -244,7 +244,7 @@ def _run(
         small = jax.ShapeDtypeStruct((1,), dtype)
         dtype = np.dtype(jax.eval_shape(lambda a: jax.image.resize(a, (1,), name), small).dtype)
     steps = [
-        _Step(d, operand.axis_name(d), operand.shards(d), dims[d]) for d in sorted(dims, key=lambda d: _growth(dims[d]))
+        Resampler(d, operand.axis_name(d), operand.shards(d), dims[d]) for d in sorted(dims, key=lambda d: _growth(dims[d]))
     ]
     op = _Resize(tuple(steps), dtype, precision)
     return run_block_op(op, operand, out_shape, mixed=tuple(dims), what=what)
@@ -258,13 +258,13 @@ def _growth(dim: Resampling) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class Resampler:
     """One dim, static and hashable; its tables are made (once) by plan_dim."""
 
     dim: int
     axis_name: AxisName
     shards: int
-    resampling: Resampling
+    resampling: Dim
 
     @property
     def plan(self) -> DimPlan:
@@ -290,7 +290,7 @@ class _Step:
 class _Resize:
     """Dims in the order of their growth: what shrinks a dim makes the halos of the next ones thinner."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Resampler, ...]
     dtype: np.dtype
     precision: Any
 

@@ -88,6 +88,11 @@ class Resampling:
         return self.method == "cubic-pytorch" and not self.antialias
 
     @property
+    def band(self) -> Band:
+        """Its weights."""
+        return resize_band(self)
+
+    @property
     def kernel(self) -> str:
         return "cubic" if self.method == "cubic-pytorch" and self.antialias else self.method
 

@@ -1,0 +1,144 @@
+"""Running operations that act on margins as on all else: operands made alike, the primitive bound to what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import Array
+from jax import numpy as jnp
+
+from shardkit.spatial.region.block import (
+    ANYTHING,
+    CIRCULAR,
+    Block,
+    Cuts,
+    InChunks,
+    chunked_alike,
+    cropped,
+    local_shape,
+    out_of_chunks,
+    part_of,
+)
+from shardkit.spatial.region.margins import NONE, Margin
+from shardkit.spatial.region.step import LOCAL, Ensure, Held, Link, Step, Wants, Whole
+
+# ``apply(here, arrays, shape)``: local arrays in, one local array a result out. ``shape`` is what a device holds of the
+# (first) result.
+Apply = Callable[[Any, Sequence[Array], tuple[int, ...]], Sequence[Array]]
+
+
+def local_step(
+    node: Any,
+    cuts: Sequence[Cuts],
+    links: Sequence[Sequence[Link]],
+    apply: Apply,
+    *,
+    spread: str = "",
+    chunks: bool = True,
+    note: str = "",
+) -> Step:
+    """A step that acts on each element of the blocked dims alone.
+
+    Args:
+      node: the operation.
+      cuts: of each result.
+      links: of each operand.
+      apply: see ``Apply``.
+      spread: what a device's part of a whole operand is: "" all of it, "parts" what lies where the blocks do, "shape"
+        that, and laid out in the result's shape.
+      chunks: also runs on chunks.
+      note: for people.
+    """
+
+    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+        at = [i for i, o in enumerate(operands) if isinstance(o, Block)]
+        found = {}
+        for i in at:
+            block = ensure(i)
+            block = cropped(block, {link.source: wants.get(link.result, NONE) for link in links[i]})
+            found[i] = block if chunks else out_of_chunks(block, here.where)
+            # Chunks go where links take their dims; where they take only one of them, they can't stay.
+            if found[i].chunks is not None and _moved(found[i], links[i]) is False:
+                found[i] = out_of_chunks(found[i], here.where)
+        if len(found) > 1:
+            found = _alike(found, links, here)
+        # Where chunks were put together, margins went with them.
+        widths = {link.result: _width(found, links, link.result) for i in at for link in links[i]}
+        for i in at:
+            found[i] = cropped(found[i], {link.source: widths[link.result] for link in links[i]})
+        first = found[at[0]]
+        moved = _moved(first, links[at[0]])
+        nothing = jnp.zeros(())
+        results = [
+            Block(
+                nothing,
+                lies,
+                {d: widths.get(d, NONE) for d in lies},
+                {d: _beyond(found, links, d) for d in lies},
+                moved or None,
+            )
+            for lies in cuts
+        ]
+        shape = local_shape(node.outputs[0].shape, results[0])
+        arrays = []
+        for i, operand in enumerate(operands):
+            if i in found:
+                arrays.append(found[i].array)
+            elif spread:
+                x = operand.array if spread == "shape" else operand.value
+                if x.ndim and x.ndim == len(node.outputs[0].shape):
+                    x = part_of(x, results[0], here.where)
+                arrays.append(jnp.broadcast_to(x, shape) if spread == "shape" else x)
+            else:
+                arrays.append(operand.value)
+        outs = apply(here, arrays, shape)
+        return [_with(r, o) for r, o in zip(results, outs, strict=True)]
+
+    return Step(node, LOCAL, node.inputs, tuple(cuts), tuple(tuple(k) for k in links), run, node.outputs, note)
+
+
+def _with(block: Block, array: Array) -> Block:
+    return Block(array, block.cuts, block.margins, block.beyond, block.chunks)
+
+
+def _moved(block: Block, links: Sequence[Link]) -> InChunks | None | bool:
+    """Where chunks are in the results; False where they can't be."""
+    chunks = block.chunks
+    if chunks is None:
+        return None
+    dims = {link.source: link.result for link in links}
+    batch = links.others.get(chunks.batch) if isinstance(links, Links) else chunks.batch
+    if chunks.dim not in dims or batch is None:
+        return False
+    return InChunks(dims[chunks.dim], batch, chunks.count, chunks.major)
+
+
+class Links(tuple):
+    """Links of an operand whose other dims move, too: ``others`` says where those that stay whole go."""
+
+    others: Mapping[int, int]
+
+    def __new__(cls, links: Sequence[Link], others: Mapping[int, int]) -> Links:
+        made = super().__new__(cls, tuple(links))
+        made.others = dict(others)
+        return made
+
+
+def _alike(found: dict[int, Block], links: Sequence[Sequence[Link]], here: Any) -> dict[int, Block]:
+    """Equal chunks, where results' dims are counted."""
+    if all(all(link.source == link.result for link in links[i]) for i in found):
+        return dict(zip(found, chunked_alike(list(found.values()), here.where), strict=True))
+    if len({_moved(b, links[i]) for i, b in found.items()}) > 1:
+        return {i: out_of_chunks(b, here.where) for i, b in found.items()}
+    return found
+
+
+def _width(found: Mapping[int, Block], links: Sequence[Sequence[Link]], result: int) -> Margin:
+    held = [b.margins[link.source] for i, b in found.items() for link in links[i] if link.result == result]
+    return min(m[0] for m in held), min(m[1] for m in held)
+
+
+def _beyond(found: Mapping[int, Block], links: Sequence[Sequence[Link]], result: int) -> str:
+    kinds = {b.beyond[link.source] for i, b in found.items() for link in links[i] if link.result == result}
+    return CIRCULAR if kinds == {CIRCULAR} else ANYTHING

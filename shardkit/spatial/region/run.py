@@ -1,0 +1,76 @@
+"""Carrying out a plan on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import numpy as jnp
+
+from shardkit.spatial.region.block import ZEROS, Block, widened
+from shardkit.spatial.region.graph import Value
+from shardkit.spatial.region.margins import NONE, wider
+from shardkit.spatial.region.plan import Plan, wanted
+from shardkit.spatial.region.step import Held, Step, Wants, Whole
+
+
+def execute(plan: Plan, here: Any, inputs: Sequence[Held]) -> list[Held]:
+    """The outputs, each as it comes."""
+    env: dict[int, Held] = dict(zip([v.number for v in plan.graph.inputs], inputs, strict=True))
+
+    def held(value: Value) -> Held:
+        if value.number in env:
+            return env[value.number]
+        assert value.constant is not None
+        return Whole(jnp.asarray(value.constant), tuple(np.shape(value.constant)))
+
+    for step in plan.steps:
+        want = wanted(plan, step)
+        operands = [held(v) for v in step.inputs]
+        outs = step.run(here, operands, want, _Ensure(plan, here, step, want, operands, env))
+        env.update(zip([v.number for v in step.outputs], outs, strict=True))
+    return [held(v) for v in plan.graph.outputs]
+
+
+@dataclasses.dataclass(eq=False)
+class _Ensure:
+    plan: Plan
+    here: Any
+    step: Step
+    want: Wants
+    operands: Sequence[Held]
+    env: dict[int, Held]
+
+    def _needs(self, operand: int) -> tuple[dict[int, Any], dict[int, str]]:
+        links = self.step.links[operand]
+        needs = {k.source: k.needs(self.want.get(k.result, NONE)) for k in links}
+        return needs, {k.source: k.mode for k in links if k.window is not None}
+
+    def planned(self, operand: int) -> Wants:
+        """See ``Ensure``."""
+        fetched = self.plan.fetched.get(self.step.inputs[operand].number, {})
+        return {d: m for d, (m, _) in fetched.items()}
+
+    def __call__(self, operand: int) -> Block:
+        """See ``Ensure``; what was fetched stays for the next who reads it."""
+        block, number = self.operands[operand], self.step.inputs[operand].number
+        assert isinstance(block, Block)
+        needs, modes = self._needs(operand)
+        fetched = self.plan.fetched.get(number, {})
+        all_of_it = {d: wider(m, fetched[d][0]) if d in fetched else m for d, m in needs.items()}
+        kinds = {d: modes.get(d, ZEROS) for d in needs}
+        kinds |= {d: mode for d, (_, mode) in fetched.items() if mode != ZEROS and d in kinds}
+        if _has(block, needs, modes):
+            return block
+        wide = widened(block, all_of_it, kinds, self.here.where)
+        if number in self.env:
+            self.env[number] = wide
+        return wide
+
+
+def _has(block: Block, needs: Wants, modes: dict[int, str]) -> bool:
+    from shardkit.spatial.region.block import holds
+
+    return all(holds(block, d, m, modes.get(d, ZEROS)) for d, m in needs.items())
