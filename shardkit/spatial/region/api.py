@@ -138,7 +138,15 @@ class Region:
                 array = x.value
             shape = tuple(cuts[d].size if d in cuts else s for d, s in enumerate(x.shape))
             weak = getattr(jax.typeof(array), "weak_type", False) if not isinstance(x, jax.ShapeDtypeStruct) else False
-            inputs.append(_Input(shape, np.dtype(x.dtype) if not _is_key(x) else x.dtype, weak, tuple(cuts.items()), isinstance(x, Padded)))
+            inputs.append(
+                _Input(
+                    shape,
+                    np.dtype(x.dtype) if not _is_key(x) else x.dtype,
+                    weak,
+                    tuple(cuts.items()),
+                    isinstance(x, Padded),
+                )
+            )
             arrays.append(array)
         if not any(i.cuts for i in inputs):
             raise ValueError(
@@ -158,7 +166,9 @@ class Region:
                 f"mappings, one an argument; got {given!r}"
             )
         if len(given) > len(args):
-            raise ValueError(f"region: spatial_axes names {len(given)} arguments, but {len(args)} were given by position")
+            raise ValueError(
+                f"region: spatial_axes names {len(given)} arguments, but {len(args)} were given by position"
+            )
         for axes in given:
             if axes is not None:
                 _check_axes(axes, mesh)
@@ -181,7 +191,9 @@ class Region:
         return graph_of(closed), jax.tree.structure(shapes)
 
     def _plan(self, call: _Call, graph: Graph) -> Plan:
-        lies = [{}] * len(graph.consts) + [i.lies | _others(e, i, call) for i, e in zip(call.inputs, call.entries, strict=True)]
+        lies = [{}] * len(graph.consts) + [
+            i.lies | _others(e, i, call) for i, e in zip(call.inputs, call.entries, strict=True)
+        ]
         platform = platform_of(call.mesh)
         if self._every != "auto":
             return plan_graph(graph, lies, Setting(int(self._every), platform))
@@ -319,7 +331,8 @@ def _run_plan(plan: Plan, call: _Call, graph: Graph, arrays: Sequence[Any]) -> l
     else:
         results = _mapped(call, ours, lies, cuts, dims, body, out_lies, graph.consts, arrays)
     return [
-        _finished(r, shape, cut, padded, typed, bool(ours)) for r, shape, cut in zip(results, shapes, out_lies, strict=True)
+        _finished(r, shape, cut, padded, typed, bool(ours))
+        for r, shape, cut in zip(results, shapes, out_lies, strict=True)
     ]
 
 

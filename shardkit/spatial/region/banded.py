@@ -52,7 +52,9 @@ class Matrix:
     @classmethod
     def taking(cls, index: np.ndarray, size: int) -> Matrix:
         """The matrix that takes elements."""
-        return cls._make((size, len(index)), "nearest", index, np.ones_like(index), np.ones((len(index), 1), np.float32))
+        return cls._make(
+            (size, len(index)), "nearest", index, np.ones_like(index), np.ones((len(index), 1), np.float32)
+        )
 
     @classmethod
     def _make(cls, shape: Any, method: str, starts: Any, counts: Any, weights: np.ndarray) -> Matrix:
@@ -92,11 +94,14 @@ def banded(node: Node, lies: Sequence[Cuts]) -> Step | None:
     if dim not in lies[at] or len(node.inputs[1 - at].shape) != 2:
         return None
     entries = known(node.inputs[1 - at])
-    if entries is None or not np.issubdtype(entries.dtype, np.inexact) and entries.dtype.kind != "V":
+    if entries is None or (not np.issubdtype(entries.dtype, np.inexact) and entries.dtype.kind != "V"):
         return None
     cut = lies[at][dim]
-    matrix = Matrix.of(np.asarray(entries, np.float64 if entries.dtype == np.float64 else np.float32).T if rows else
-                       np.asarray(entries, np.float64 if entries.dtype == np.float64 else np.float32))
+    matrix = Matrix.of(
+        np.asarray(entries, np.float64 if entries.dtype == np.float64 else np.float32).T
+        if rows
+        else np.asarray(entries, np.float64 if entries.dtype == np.float64 else np.float32)
+    )
     if not matrix.worthwhile(cut.shards):
         return None
     ndim = len(node.inputs[at].shape)

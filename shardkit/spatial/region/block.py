@@ -112,7 +112,9 @@ class Block:
         return self.margins[dim] != NONE or self.cuts[dim].has_tail
 
 
-def fresh(array: Array, cuts: Cuts, chunks: InChunks | None = None, margins: Mapping[int, Margin] | None = None) -> Block:
+def fresh(
+    array: Array, cuts: Cuts, chunks: InChunks | None = None, margins: Mapping[int, Margin] | None = None
+) -> Block:
     """A block of which nothing is known beyond the ends."""
     return Block(array, cuts, margins or dict.fromkeys(cuts, NONE), dict.fromkeys(cuts, ANYTHING), chunks)
 
@@ -161,9 +163,7 @@ def cleared(block: Block, where: Where, fill: Fill = None) -> Block:
 
 def holds(block: Block, dim: int, margin: Margin, mode: str) -> bool:
     """The margin is there, and goes on beyond the ends as ``mode`` says (zeros can be put there at any time)."""
-    return suffices(block.margins[dim], margin) and (
-        mode == ZEROS or margin == NONE or block.beyond[dim] == CIRCULAR
-    )
+    return suffices(block.margins[dim], margin) and (mode == ZEROS or margin == NONE or block.beyond[dim] == CIRCULAR)
 
 
 def widened(block: Block, wanted: Mapping[int, Margin], modes: Mapping[int, str], where: Where) -> Block:
@@ -288,9 +288,7 @@ def part_of(whole: Array, like: Block, where: Where) -> Array:
         lo, hi = like.margins[dim]
         first = where(like.cuts[dim].axes) * like.cuts[dim].block
         unit = like.unit(dim)
-        parts = [
-            lax.dynamic_slice_in_dim(x, first + i * unit, lo + unit + hi, axis=dim) for i in range(chunks.count)
-        ]
+        parts = [lax.dynamic_slice_in_dim(x, first + i * unit, lo + unit + hi, axis=dim) for i in range(chunks.count)]
     else:
         parts = [x] * chunks.count
     stacked = jnp.stack(parts, batch if chunks.major else batch + 1)
@@ -320,4 +318,3 @@ def local_shape(shape: tuple[int, ...], like: Block) -> tuple[int, ...]:
 def elements(block: Block) -> int:
     """Elements that a device holds of it."""
     return math.prod(block.array.shape)
-

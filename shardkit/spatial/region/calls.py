@@ -252,7 +252,9 @@ class _Loop:
         rest: int,
     ) -> list[Held]:
         fixed = list(operands[: self.consts])
-        state = [self._blocked(o, c) for o, c in zip(operands[self.consts : self.consts + self.carry], lies, strict=True)]
+        state = [
+            self._blocked(o, c) for o, c in zip(operands[self.consts : self.consts + self.carry], lies, strict=True)
+        ]
         xs = [self._sliced(o) for o in operands[self.consts + self.carry :]]
         state = self._laid_out(plans[every], fixed, state, xs, every)
         whole = turns * every
@@ -297,7 +299,9 @@ class _Loop:
             return [_array(s) for s in seen]
 
         jax.eval_shape(turn, [_array(h) for h in state], [x.array[0] for x in xs] * every)
-        return [self._in_chunks(h, s.chunks if isinstance(s, Block) else None) for h, s in zip(state, seen, strict=True)]
+        return [
+            self._in_chunks(h, s.chunks if isinstance(s, Block) else None) for h, s in zip(state, seen, strict=True)
+        ]
 
     def _in_chunks(self, held: Held, chunks: InChunks | None) -> Held:
         if not isinstance(held, Block) or held.chunks == chunks:
@@ -316,7 +320,9 @@ class _Loop:
             parts = [_part(x, g[i]) for i in order for x, g in zip(xs, groups, strict=True)]
             outs = _execute(plan, self.here, [*fixed, *held, *parts])
             after = [
-                self._in_chunks(cropped(o, {}) if isinstance(o, Block) else o, h.chunks if isinstance(h, Block) else None)
+                self._in_chunks(
+                    cropped(o, {}) if isinstance(o, Block) else o, h.chunks if isinstance(h, Block) else None
+                )
                 for o, h in zip(outs[: self.carry], held, strict=True)
             ]
             made = [
@@ -379,4 +385,3 @@ def _stacked(one: Held, array: Array, shape: tuple[int, ...]) -> Held:
         {d + 1: m for d, m in one.margins.items()},
         {d + 1: b for d, b in one.beyond.items()},
     )
-

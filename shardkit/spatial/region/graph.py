@@ -159,9 +159,7 @@ def chained(body: Graph, consts: int, carry: int, times: int) -> Graph:
         env = dict(zip([v.number for v in body.inputs], [*fixed, *held, *slices], strict=True))
         for node in body.nodes:
             outs = tuple(Value(v.aval) for v in node.outputs)
-            copy = dataclasses.replace(
-                node, inputs=tuple(env.get(v.number, v) for v in node.inputs), outputs=outs
-            )
+            copy = dataclasses.replace(node, inputs=tuple(env.get(v.number, v) for v in node.inputs), outputs=outs)
             for value in outs:
                 value.maker = copy
             nodes.append(copy)
@@ -202,4 +200,6 @@ def known(value: Value, largest: int = 1 << 22) -> np.ndarray | None:
         return np.asarray(jax.jit(run)())
 
 
-_NEVER = frozenset({"axis_index", "psum", "shard_map", "custom_vjp_call", "while", "cond", "pure_callback", "io_callback"})
+_NEVER = frozenset(
+    {"axis_index", "psum", "shard_map", "custom_vjp_call", "while", "cond", "pure_callback", "io_callback"}
+)

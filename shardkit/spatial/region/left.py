@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from shardkit import scopes
 from shardkit._compat import varying_axes
-from shardkit.spatial.region.block import Block, Cuts, cropped, out_of_chunks
+from shardkit.spatial.region.block import Cuts, cropped, out_of_chunks
 from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.step import LEFT, Ensure, Held, Step, Wants, Whole
 from shardkit.varying import alike

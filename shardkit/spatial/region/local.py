@@ -21,7 +21,7 @@ from shardkit.spatial.region.block import (
     part_of,
 )
 from shardkit.spatial.region.margins import NONE, Margin
-from shardkit.spatial.region.step import LOCAL, Ensure, Held, Link, Step, Wants, Whole
+from shardkit.spatial.region.step import LOCAL, Ensure, Held, Link, Step, Wants
 
 # ``apply(here, arrays, shape)``: local arrays in, one local array a result out. ``shape`` is what a device holds of the
 # (first) result.
@@ -102,7 +102,7 @@ def _with(block: Block, array: Array) -> Block:
     return Block(array, block.cuts, block.margins, block.beyond, block.chunks)
 
 
-def _moved(block: Block, links: Sequence[Link]) -> InChunks | None | bool:
+def _moved(block: Block, links: Sequence[Link]) -> InChunks | bool | None:
     """Where chunks are in the results; False where they can't be."""
     chunks = block.chunks
     if chunks is None:

@@ -8,7 +8,7 @@ later group will want of it in all is fetched at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardkit.spatial.region.block import ZEROS, Cuts
 from shardkit.spatial.region.graph import Graph, Node, Value, known
 from shardkit.spatial.region.left import bound, leave
 from shardkit.spatial.region.margins import NONE, Margin, wider
-from shardkit.spatial.region.step import LEFT, LOCAL, OWN, REDUCTION, WHOLE, Ensure, Held, Step, Wants, Whole
+from shardkit.spatial.region.step import LEFT, LOCAL, OWN, REDUCTION, WHOLE, Ensure, Held, Link, Step, Wants, Whole
 from shardkit.spatial.region.taking import taken
 from shardkit.spatial.region.views import ZERO, Extension, as_extension
 
@@ -57,6 +57,8 @@ class Plan:
       wants: of each value by number, the margins it's made with.
       fetched: of each value by number, the margins that are fetched for later groups, and modes.
       levels: of each value by number.
+      modes: of each value by number, how its margins go on beyond the ends, where it's not all the same.
+      groups: of each value by number, the group it's made in.
       every: see ``Setting``.
     """
 
@@ -66,6 +68,8 @@ class Plan:
     wants: dict[int, dict[int, Margin]] = dataclasses.field(default_factory=dict)
     fetched: dict[int, dict[int, tuple[Margin, str]]] = dataclasses.field(default_factory=dict)
     levels: dict[int, int] = dataclasses.field(default_factory=dict)
+    modes: dict[int, dict[int, str]] = dataclasses.field(default_factory=dict)
+    groups: dict[int, int] = dataclasses.field(default_factory=dict)
     every: int = 1
 
     @property
@@ -109,16 +113,23 @@ class _Planner:
         self.steps: list[Step] = []
         self.lies: dict[int, Cuts] = {}
         self.views: dict[int, _View] = {}
+        self.put_off: dict[int, Node] = {}  # broadcasts that a reshape may turn into a repetition
 
     def cuts(self, value: Value) -> Cuts:
         return self.lies.get(value.number, {})
 
     def add(self, node: Node) -> None:
-        if not any(v.number in self.lies or v.number in self.views for v in node.inputs):
+        if not any(v.number in known for v in node.inputs for known in (self.lies, self.views, self.put_off)):
             self._keep(_whole(node))
             return
         if self._as_view(node) or self._through_views(node):
             return
+        if _adds_a_dim(node) is not None:
+            self.put_off[node.outputs[0].number] = node
+            return
+        self._now(node)
+
+    def _now(self, node: Node) -> None:
         lies = [self.solid(v) for v in node.inputs]
         if not any(lies):
             self._keep(_whole(node))
@@ -154,7 +165,9 @@ class _Planner:
 
     def solid(self, value: Value) -> Cuts:
         """How a value lies; of a view, once it's laid out."""
-        view = self.views.pop(value.number, None)
+        view, later = self.views.pop(value.number, None), self.put_off.pop(value.number, None)
+        if later is not None:
+            self._now(later)
         if view is None:
             return self.cuts(value)
         cuts, base = self.cuts(view.base), view.base
@@ -176,7 +189,7 @@ class _Planner:
 
     def _as_view(self, node: Node) -> bool:
         found = self._slice(node) or self._reversed(node) or self._joined(node) or self._padded(node)
-        found = found or self._gathered(node) or self._repeated(node)
+        found = found or self._gathered(node) or self._repeated(node) or self._merged(node)
         if found is None:
             return False
         (out,) = node.outputs
@@ -276,6 +289,25 @@ class _Planner:
             return None
         return dataclasses.replace(view, index=np.repeat(view.index, shape[view.dim]))
 
+    def _merged(self, node: Node) -> _View | None:
+        """A new dim beside a blocked one, merged with it: ``jnp.repeat`` (after it) and ``jnp.tile`` (before it)."""
+        if node.name != "reshape" or node.inputs[0].number not in self.put_off:
+            return None
+        made = self.put_off[node.inputs[0].number]
+        at, (x,) = _adds_a_dim(made), made.inputs
+        before, after = made.outputs[0].shape, node.outputs[0].shape
+        assert at is not None
+        for first in (at - 1, at):
+            if not 0 <= first < len(before) - 1:
+                continue
+            merged = (*before[:first], before[first] * before[first + 1], *before[first + 2 :])
+            dim = first  # of x and of the result
+            view = self._shown(x, dim) if merged == after else None
+            if view is not None:
+                many = np.repeat if first == at - 1 else np.tile
+                return dataclasses.replace(view, index=many(view.index, before[at]))
+        return None
+
     def _through_views(self, node: Node) -> bool:
         """A window that reads what a view shows in place."""
         if not node.inputs or node.inputs[0].number not in self.views:
@@ -299,6 +331,16 @@ class _Planner:
         step.inputs = (value, *node.inputs[1:])
         self._keep(step)
         return True
+
+
+def _adds_a_dim(node: Node) -> int | None:
+    """Where a broadcast puts its one new dim; None for others."""
+    if node.name != "broadcast_in_dim":
+        return None
+    (x, *_), shape, dims = node.inputs, node.params["shape"], node.params["broadcast_dimensions"]
+    new = [d for d in range(len(shape)) if d not in dims]
+    same = all(shape[to] == s for to, s in zip(dims, x.shape, strict=True))
+    return new[0] if len(new) == 1 and same and tuple(dims) == tuple(sorted(dims)) else None
 
 
 def _whole(node: Node) -> Step:
@@ -372,22 +414,64 @@ def with_margins(plan: Plan, every: int, wants: Sequence[Wants] | None = None) -
         for value, cuts in zip(step.outputs, step.cuts, strict=True):
             plan.levels[value.number] = level if cuts else 0
         group[id(step)] = -(-level // every)
-    plan.wants, plan.fetched = {}, {}
+    _sink(plan, group)
+    plan.wants, plan.fetched, plan.modes = {}, {}, {}
     for value, asked in zip(plan.graph.outputs, wants or [{}] * len(plan.graph.outputs), strict=True):
         _ask(plan.wants, value, asked)
     for step in reversed(plan.steps):
         want = wanted(plan, step)
         for value, links in zip(step.inputs, step.links, strict=True):
             free = step.kind in (OWN, REDUCTION)
-            needs = {k.source: NONE if free and k.window is not None else k.needs(want.get(k.result, NONE)) for k in links}
-            modes = {k.source: k.mode for k in links if k.window is not None}
-            if -(-plan.levels.get(value.number, 0) // every) < group[id(step)]:
+            needs = {
+                k.source: NONE if free and k.window is not None else k.needs(want.get(k.result, NONE)) for k in links
+            }
+            modes = {k.source: mode_of(plan, step, k) for k in links}
+            for dim, mode in modes.items():
+                if mode != ZEROS and not (free and step.kind == OWN):
+                    plan.modes.setdefault(value.number, {})[dim] = mode
+            if plan.groups.get(value.number, 0) < group[id(step)]:
                 found = plan.fetched.setdefault(value.number, {})
                 for dim, margin in needs.items():
                     before, mode = found.get(dim, (NONE, ZEROS))
                     found[dim] = wider(before, margin), (modes.get(dim, ZEROS) if mode == ZEROS else mode)
             else:
                 _ask(plan.wants, value, needs)
+
+
+def _sink(plan: Plan, group: dict[int, int]) -> None:
+    """Steps in place that only later groups read go into the first of these, if what they read is fetched for it anyway.
+
+    Else both what they read and what they make would travel.
+    """
+    readers: dict[int, list[Step]] = {}
+    for step in plan.steps:
+        for value in step.inputs:
+            readers.setdefault(value.number, []).append(step)
+    kept = {v.number for v in plan.graph.outputs}
+    late: dict[int, int] = {}  # where a step would go
+    for step in reversed(plan.steps):
+        after = [late.get(id(r), group[id(r)]) for v in step.outputs for r in readers.get(v.number, [])]
+        movable = step.kind == LOCAL and not kept & {v.number for v in step.outputs}
+        if movable and after and min(after) > group[id(step)]:
+            late[id(step)] = min(after)
+    makers = {v.number: s for s in plan.steps for v in s.outputs}
+    settled = False
+    while not settled:
+        settled = True
+        for step in plan.steps:
+            if id(step) not in late:
+                continue
+            for value in step.inputs:
+                maker = makers.get(value.number)
+                if value.number not in plan.lies or (maker is not None and late.get(id(maker)) == late[id(step)]):
+                    continue
+                others = [r for r in readers[value.number] if id(r) not in late and r.kind != LOCAL]
+                if not any(group[id(r)] == late[id(step)] for r in others):
+                    del late[id(step)]
+                    settled = False
+                    break
+    group.update(late)
+    plan.groups = {v.number: group[id(s)] for s in plan.steps for v in s.outputs}
 
 
 def wanted(plan: Plan, step: Step) -> dict[int, Margin]:
@@ -397,6 +481,14 @@ def wanted(plan: Plan, step: Step) -> dict[int, Margin]:
         for dim, margin in plan.wants.get(value.number, {}).items():
             found[dim] = wider(found.get(dim, NONE), margin)
     return found if step.kind not in (OWN, LEFT, WHOLE) else {}
+
+
+def mode_of(plan: Plan, step: Step, link: Link) -> str:
+    """How the margin that a link needs goes on beyond the ends: as its window reads, else as the results' readers do."""
+    if link.window is not None:
+        return link.mode
+    modes = {plan.modes.get(v.number, {}).get(link.result, ZEROS) for v in step.outputs}
+    return next((m for m in modes if m != ZEROS), ZEROS)
 
 
 def _ask(wants: dict[int, dict[int, Margin]], value: Value, needs: Wants) -> None:

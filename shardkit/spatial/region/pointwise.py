@@ -17,12 +17,95 @@ from shardkit.spatial.region.step import Step, same_links
 from shardkit.varying import alike
 
 NAMES = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
-    ne neg nextafter not one_minus_square optimization_barrier or polygamma population_count pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "clz",
+        "complex",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "eq_to",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "le_to",
+        "lgamma",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "lt",
+        "lt_to",
+        "max",
+        "min",
+        "mul",
+        "mulhi",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "one_minus_square",
+        "optimization_barrier",
+        "or",
+        "polygamma",
+        "population_count",
+        "pow",
+        "real",
+        "reduce_precision",
+        "regularized_incomplete_beta",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+    ]
 )
 
 
@@ -30,9 +113,10 @@ def pointwise(node: Node, lies: Sequence[Cuts]) -> Step | None:
     """Where its blocked operands agree on how they lie, the result lies so too."""
     if node.name not in NAMES:
         return None
-    shapes = {v.shape for v, c in zip(node.inputs, lies, strict=True) if c}
-    cuts = [c for c in lies if c]
-    if len(shapes) != 1 or any(c != cuts[0] for c in cuts) or any(o.shape not in shapes for o in node.outputs):
+    cuts, shape = [c for c in lies if c], node.outputs[0].shape
+    if any(c != cuts[0] for c in cuts) or any(o.shape != shape for o in node.outputs):
+        return None
+    if any(len(v.shape) != len(shape) for v, c in zip(node.inputs, lies, strict=True) if c):
         return None
 
     def apply(here: Any, arrays: Sequence[Array], shape: tuple[int, ...]) -> Sequence[Array]:

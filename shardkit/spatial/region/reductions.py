@@ -11,7 +11,6 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from shardkit import scopes
-from shardkit.spatial.operands import Cut
 from shardkit.spatial.pooling.global_pool import extreme
 from shardkit.spatial.pooling.reduce_window import identity
 from shardkit.spatial.reduction import Reduction
@@ -20,7 +19,6 @@ from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.left import everywhere
 from shardkit.spatial.region.margins import NONE
 from shardkit.spatial.region.step import REDUCTION, Ensure, Held, Link, Step, Wants, Whole
-
 
 
 def _fill(name: str, dtype: Any) -> Any:

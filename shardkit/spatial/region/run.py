@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from shardkit.spatial.region.block import ZEROS, Block, widened
 from shardkit.spatial.region.graph import Value
 from shardkit.spatial.region.margins import NONE, wider
-from shardkit.spatial.region.plan import Plan, wanted
+from shardkit.spatial.region.plan import Plan, mode_of, wanted
 from shardkit.spatial.region.step import Held, Step, Wants, Whole
 
 
@@ -46,7 +46,7 @@ class _Ensure:
     def _needs(self, operand: int) -> tuple[dict[int, Any], dict[int, str]]:
         links = self.step.links[operand]
         needs = {k.source: k.needs(self.want.get(k.result, NONE)) for k in links}
-        return needs, {k.source: k.mode for k in links if k.window is not None}
+        return needs, {k.source: mode_of(self.plan, self.step, k) for k in links}
 
     def planned(self, operand: int) -> Wants:
         """See ``Ensure``."""

@@ -7,20 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import Array
+from jax import numpy as jnp
 
 from shardkit.spatial.region.block import CutDim, Cuts
 from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.local import Links, local_step
-from shardkit.spatial.region.step import Link, Step
+from shardkit.spatial.region.step import WHOLE, Link, Step, Whole
 from shardkit.varying import alike
 
 Moves = Mapping[int, int]  # dim of an operand -> dim of the results, where it is kept as it is
 
 
 def _step(
-    node: Node, lies: Sequence[Cuts], moves: Sequence[Moves], params: Callable[[Any, Sequence[Array]], dict], **more: Any
+    node: Node,
+    lies: Sequence[Cuts],
+    moves: Sequence[Moves],
+    params: Callable[[Any, Sequence[Array]], dict],
+    **more: Any,
 ) -> Step | None:
     """A local step, if all blocked dims are kept; ``params`` gives the primitive's for local arrays."""
+    if all(0 in v.shape for v in node.outputs):
+        return _empty(node)
     result: dict[int, CutDim] = {}
     for cuts, move in zip(lies, moves, strict=True):
         for dim, cut in cuts.items():
@@ -39,6 +46,14 @@ def _step(
         return out if node.primitive.multiple_results else [out]
 
     return local_step(node, [result] * len(node.outputs), links, apply, **more)
+
+
+def _empty(node: Node) -> Step:
+    def run(here: Any, operands: Any, wants: Any, ensure: Any) -> Sequence[Whole]:
+        return [Whole(jnp.zeros(v.shape, v.aval.dtype), v.shape) for v in node.outputs]
+
+    nowhere = ({},) * len(node.outputs)
+    return Step(node, WHOLE, node.inputs, nowhere, ((),) * len(node.inputs), run, node.outputs, "empty")
 
 
 def _nothing(shape: Any, arrays: Any) -> dict:
@@ -94,9 +109,7 @@ def slicing(node: Node, lies: Sequence[Cuts]) -> Step | None:
     p, shape = node.params, node.inputs[0].shape
     strides = p["strides"] or (1,) * len(shape)
     whole = [
-        d
-        for d, size in enumerate(shape)
-        if (p["start_indices"][d], p["limit_indices"][d], strides[d]) == (0, size, 1)
+        d for d, size in enumerate(shape) if (p["start_indices"][d], p["limit_indices"][d], strides[d]) == (0, size, 1)
     ]
 
     def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict:
@@ -149,10 +162,24 @@ def dot_general(node: Node, lies: Sequence[Cuts]) -> Step | None:
     return _step(node, lies, moves, _nothing)
 
 
+def gather(node: Node, lies: Sequence[Cuts]) -> Step | None:
+    """``jnp.take`` along a dim that isn't blocked."""
+    p, (x, positions) = node.params, node.inputs
+    numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+    if lies[1] or numbers.operand_batching_dims or len(positions.shape) < 1:
+        return None
+    kept = [d for d in range(len(x.shape)) if d not in numbers.collapsed_slice_dims]
+    move = {d: to for d, to in zip(kept, numbers.offset_dims, strict=True) if sizes[d] == x.shape[d]}
+    move = {d: to for d, to in move.items() if d not in numbers.start_index_map}
+
+    def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict:
+        return {"slice_sizes": tuple(arrays[0].shape[d] if d in move else s for d, s in enumerate(sizes))}
+
+    return _step(node, lies, [move, {}], params)
+
+
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-_REDUCTIONS = tuple(
-    f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")
-)
+_REDUCTIONS = tuple(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor"))
 RULES: dict[str, Callable[[Node, Sequence[Cuts]], Step | None]] = {
     "transpose": transpose,
     "broadcast_in_dim": broadcast_in_dim,
@@ -162,7 +189,7 @@ RULES: dict[str, Callable[[Node, Sequence[Cuts]], Step | None]] = {
     "pad": pad,
     "concatenate": concatenate,
     "dot_general": dot_general,
+    "gather": gather,
     **dict.fromkeys((*_REDUCTIONS, "argmax", "argmin"), reduction),
     **dict.fromkeys((*_CUMULATIVE, "rev", "sort", "split", "top_k"), along),
 }
-

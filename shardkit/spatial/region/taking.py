@@ -6,14 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
 from shardkit.spatial.pad import Padding
 from shardkit.spatial.region.banded import Matrix, matrix_step_run
-from shardkit.spatial.region.block import ANYTHING, CIRCULAR, ZEROS, Block, CutDim, Cuts, cleared, cropped, out_of_chunks
+from shardkit.spatial.region.block import (
+    ANYTHING,
+    CIRCULAR,
+    ZEROS,
+    Block,
+    Cuts,
+    cleared,
+    cropped,
+    out_of_chunks,
+)
 from shardkit.spatial.region.graph import Node, Value
 from shardkit.spatial.region.margins import NONE, on_a_line
 from shardkit.spatial.region.step import OWN, WINDOW, Ensure, Held, Link, Step, Wants
