@@ -38,23 +38,32 @@ class After(Protocol):
     def __call__(self, layer: Any, result: Any, /) -> Any: ...
 
 
+class Instead(Protocol):
+    """What runs in place of a layer's own code (and may call it). Hashable."""
+
+    def __call__(
+        self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> Any: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Around:
     """All that happens around one layer's call, in order."""
 
     before: tuple[Before, ...] = ()
     after: tuple[After, ...] = ()
+    instead: Instead | None = None  # of the layer's own code
     outermost: bool = False  # the whole model: layers within share what they make of one input
 
     def __bool__(self) -> bool:
-        return bool(self.before or self.after or self.outermost)
+        return bool(self.before or self.after or self.instead or self.outermost)
 
     def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``run(*args, **kwargs)``, the layer's own code, with what comes before and after."""
         with remembering():
             for step in self.before:
                 args, kwargs = step(layer, args, kwargs)
-            result = run(*args, **kwargs)
+            result = run(*args, **kwargs) if self.instead is None else self.instead(layer, run, args, kwargs)
             for step in self.after:
                 result = step(layer, result)
             return result

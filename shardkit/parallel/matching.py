@@ -33,6 +33,7 @@ class Framework:
       positionwise: kinds that treat positions of a sequence one by one.
       kind_of: the Flax class of a layer, whatever plans have made of it.
       spatial_dims: how many spatial dims a layer convolves over; None: it says nothing of them.
+      holds_spatial: a module that ``ConvParallel`` can run as one region: layers of ``spatial`` are in it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Framework:
     positionwise: tuple[type, ...]
     kind_of: Callable[[Any], type]
     spatial_dims: Callable[[Any], int | None]
+    holds_spatial: Callable[[Any], bool] = lambda layer: False
 
     def kinds(self, plan: LayerPlan, everything: bool) -> tuple[type, ...] | None:
         """The kinds of layers a plan applies to; None: any. ``everything``: of a pattern that takes all it knows."""
@@ -148,6 +150,9 @@ class Matcher:
         everything = takes_everything(pattern)
         kinds = self._framework.kinds(item, everything)
         kind = self._framework.kind_of(layer)
+        if isinstance(item, ConvParallel) and not everything and kind not in self._framework.spatial:
+            if self._framework.holds_spatial(layer):
+                return True
         if kinds is not None and kind not in kinds:
             if issubclass(kind, kinds):
                 text = f"{path!r} is a {kind.__name__}, a subclass with code of its own: it is left alone"

@@ -165,7 +165,7 @@ def test_chunks_are_shards_of_one_ring():
 # --- which form --------------------------------------------------------------------------------------------
 
 BIG = Regime("cpu", 1, True, 2**14, 64)
-EIGHT, EIGHT_MAJOR, TWO_MAJOR = Chunks(0, 8), Chunks(0, 8, True), Chunks(0, 2, True)
+EIGHT, EIGHT_MAJOR, FOUR_MAJOR = Chunks(0, 8), Chunks(0, 8, True), Chunks(0, 4, True)
 UNALIGNED = dataclasses.replace(LINE, padding="VALID", kernels=(6,))
 
 
@@ -176,7 +176,7 @@ UNALIGNED = dataclasses.replace(LINE, padding="VALID", kernels=(6,))
         (LINE, {"platform": "gpu"}, "overlap", None),
         (LINE, {"platform": "tpu"}, "blocks", EIGHT),
         (LINE, {"platform": "tpu", "images": 7}, "blocks", EIGHT),
-        (LINE, {"platform": "tpu", "images": 8}, "blocks", TWO_MAJOR),
+        (LINE, {"platform": "tpu", "images": 8}, "blocks", FOUR_MAJOR),
         (LINE, {"platform": "tpu", "images": 8, "images_known": False}, "blocks", EIGHT),
         (LINE, {"platform": "METAL"}, "concat", None),  # nothing is known of it
         # Too small to matter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardkit.parallel.claims import Claims
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
+from shardkit.parallel.nnx.regions import InRegion, holds_layers
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, check_own, outputs_of, share_of, share_out
 from shardkit.parallel.nnx.wrapping import is_wrapped, own_class, wrap
@@ -55,7 +57,13 @@ def _spatial_dims(layer: Any) -> int | None:
     return len(layer.kernel_size) if hasattr(layer, "kernel_size") else None
 
 
-NNX = Framework("nnx", tuple(SPATIAL_LAYERS), TENSOR_LAYERS, ATTENTION, _POSITIONWISE, _kind_of, _spatial_dims)
+def _holds_spatial(layer: Any) -> bool:
+    return holds_layers(layer, tuple(SPATIAL_LAYERS), _kind_of)
+
+
+NNX = Framework(
+    "nnx", tuple(SPATIAL_LAYERS), TENSOR_LAYERS, ATTENTION, _POSITIONWISE, _kind_of, _spatial_dims, _holds_spatial
+)
 
 
 def apply_plans(
@@ -71,6 +79,7 @@ def apply_plans(
     matcher = Matcher(plans, NNX, strict)
     chosen = {path: matcher.plans_for(paths, layer, lambda: alone) for path, (paths, layer) in layers.items()}
     matcher.check_used(alone)
+    chosen = _regions_spread(chosen, alone)
     chosen = {path: items for path, items in _heads_cut(chosen, alone, mesh).items() if items}
     claims = _claims(chosen, alone, mesh)
     batch = batch_axes_of(plans.values())
@@ -107,6 +116,21 @@ def named_layers(model: nnx.Module) -> dict[str, tuple[tuple[str, ...], nnx.Modu
 
 
 Chosen = Mapping[str, tuple[LayerPlan, ...]]
+
+
+def _regions_spread(chosen: Chosen, layers: Mapping[str, Any]) -> dict[str, tuple[LayerPlan, ...]]:
+    """``ConvParallel`` on a whole module told to the layers in it, too: they run one by one where it can't be a region."""
+    result = dict(chosen)
+    for path, items in chosen.items():
+        plan = find_plan(items, ConvParallel)
+        if plan is None or NNX.kind_of(layers[path]) in SPATIAL_LAYERS:
+            continue
+        for inner, layer in layers.items():
+            inside = not path or inner.startswith(f"{path}/")
+            fits = NNX.kind_of(layer) in SPATIAL_LAYERS and NNX.problem(plan, layer) is None
+            if inner != path and inside and fits and find_plan(result.get(inner, ()), ConvParallel) is None:
+                result[inner] = (*result.get(inner, ()), plan)
+    return result
 
 
 def _heads_cut(chosen: Chosen, layers: Mapping[str, Any], mesh: AnyMesh) -> dict[str, tuple[LayerPlan, ...]]:
@@ -164,7 +188,7 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
     plan = find_plan(items, (ColWiseParallel, RowWiseParallel))
     sequence, ring = find_plan(items, SequenceParallel), find_plan(items, RingAttention)
     attends = NNX.kind_of(layer) in ATTENTION
-    if conv is not None:
+    if conv is not None and NNX.kind_of(layer) in SPATIAL_LAYERS:
         layer.__class__ = SPATIAL_LAYERS[NNX.kind_of(layer)]
         layer.shardkit_plan = Applied(conv, mesh, path)
     if plan is not None and not attends:
@@ -174,10 +198,10 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
         layer.attention_fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=mesh, causal=ring.causal)
     outputs = outputs_of(layer) if plan is not None and not attends else None
     table = isinstance(layer, nnx.Embed)
-    wrap(
-        layer,
-        around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters),
-    )
+    around = around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters)
+    if conv is not None and NNX.kind_of(layer) not in SPATIAL_LAYERS:
+        around = dataclasses.replace(around, instead=InRegion(Applied(conv, mesh, path)))
+    wrap(layer, around)
 
 
 def _own_parameters(layer: Any) -> list[Any] | None:

@@ -17,6 +17,7 @@ from shardkit.parallel.nnx.norms import (
     SpatialLayerNorm,
     SpatialRMSNorm,
 )
+from shardkit.parallel.nnx.regions import plain_inside
 
 __all__ = [
     "SPATIAL_LAYERS",
@@ -43,3 +44,6 @@ SPATIAL_LAYERS: dict[type, type] = {
     nnx.Dropout: SpatialDropout,
     nnx.PReLU: SpatialPReLU,
 }
+
+for _base, _twin in SPATIAL_LAYERS.items():
+    plain_inside(_base, _twin)

@@ -73,20 +73,18 @@ class Table:
 
     Attributes:
       rows: of each platform, by growing number of images; the last has no bound.
-      kinds: of devices (JAX's ``device_kind``) that want other rows than their platform's.
       least_elements: of a block in space; below, a layer is too small for its form to matter, and cutting it up would
         only add copies.
       least_features: of a layer, likewise.
     """
 
     rows: Mapping[str, tuple[Row, ...]]
-    kinds: Mapping[str, tuple[Row, ...]]
     least_elements: int
     least_features: int
 
-    def form(self, platform: str, images: int, kind: str | None = None) -> Form:
+    def form(self, platform: str, images: int) -> Form:
         """The form of the first row that fits; of a platform that isn't in the table, "concat", which always runs."""
-        rows = self.kinds.get(kind or "") or self.rows.get(platform, (Row(math.inf, Form("concat")),))
+        rows = self.rows.get(platform, (Row(math.inf, Form("concat")),))
         return next(row.form for row in rows if images <= row.images)
 
 
@@ -106,15 +104,11 @@ def read_table(data: Any, where: str = FILE) -> Table:
     _check(isinstance(platforms, dict), f"{where}: platforms is {platforms!r}; write an object with {PLATFORMS}")
     wrong = sorted(set(platforms) ^ set(PLATFORMS))
     _check(not wrong, f"{where}: platforms has {sorted(platforms)}; write each of {PLATFORMS}, and no other")
-    rows, kinds = {}, {}
+    rows = {}
     for platform in PLATFORMS:
         at = f"{where}: platforms.{platform}"
         rows[platform] = _rows(_get(platforms[platform], "rows", at), f"{at}.rows")
-        others = platforms[platform].get("kinds", {})
-        _check(isinstance(others, dict), f"{at}.kinds is {others!r}; write an object of device kinds")
-        for kind, other in others.items():
-            kinds[kind] = _rows(_get(other, "rows", f"{at}.kinds.{kind}"), f"{at}.kinds.{kind}.rows")
-    return Table(rows, kinds, data["least_elements"], data["least_features"])
+    return Table(rows, data["least_elements"], data["least_features"])
 
 
 def _rows(found: Any, where: str) -> tuple[Row, ...]:

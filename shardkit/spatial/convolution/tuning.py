@@ -56,8 +56,9 @@ def tune_conv(
     between where its output can be its input again (so that changes of layout between layers count), else of one. On
     devices that are here the forms are timed in turns, on arrays of these shapes (the arrays given aren't read). On a
     described TPU (``sk.target_mesh``) the compiler's estimates of cycles decide, on another described target the bytes
-    of temporaries a device. Of those as good as the best (within 5% of wall time, 1% else) the one with the least
-    temporaries is chosen, then the plainer one. ``with sk.spatial.forms(result)`` uses what was found.
+    of temporaries a device. Of forms as good as the best (within 5% of wall time, 1.5% of cycles, 0.5% of temporaries) the one with the least
+    temporaries is chosen (not where times decide, which vary more), then the plainer one.
+    ``with sk.spatial.forms(result)`` uses what was found.
 
     Args:
       lhs, rhs: the operands' shapes: arrays, ``jax.ShapeDtypeStruct`` or, for lhs, a ``sk.Padded`` of one. A sharding
@@ -191,7 +192,7 @@ class _Program:
         same = call.out_shape == tuple(x.shape) and call.conv.out_spec == call.conv.lhs_spec
         narrow = call.conv.preferred_element_type in (None, np.dtype(x.dtype))
         self.layers = 2 if same and narrow else 1
-        self.differentiable = all(np.issubdtype(a.dtype, np.inexact) for a in (x, kernel))
+        self.differentiable = all(jnp.issubdtype(a.dtype, jnp.inexact) for a in (x, kernel))
 
     def function(self) -> Callable[..., Any]:
         """A new one each time, which JAX hasn't traced yet."""

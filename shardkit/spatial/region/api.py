@@ -117,6 +117,15 @@ class Region:
         plan = self._plan(call, graph)
         return program_of(plan, call.names)
 
+    def why_leaves(self, *args: Any, **kwargs: Any) -> list[str]:
+        """The operations that leave the layout, as text; empty where none does."""
+        call, _ = self._read(args, kwargs)
+        try:
+            plan = self._plan(call, self._trace(call)[0])
+        except NotImplementedError as err:
+            return [str(err)]
+        return [f"{s.node.name} at {s.node.source or 'an unknown line'} {s.note}" for s in plan.left]
+
     # --- one call ---
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,8 @@ class Block:
         return self.cuts[dim].shards * (self.chunks.count if chunked else 1)  # type: ignore[union-attr]
 
     def has_outside(self, dim: int) -> bool:
-        """Some device holds positions that are no elements, and what stands there is unknown."""
-        if self.beyond[dim] != ANYTHING:
+        """Some device holds positions that are no elements, nor show one."""
+        if self.beyond[dim] == CIRCULAR and not self.cuts[dim].has_tail:
             return False
         return self.margins[dim] != NONE or self.cuts[dim].has_tail
 
@@ -147,16 +147,19 @@ def positions(block: Block, dim: int, where: Where) -> Array:
     return at + number * block.unit(dim)
 
 
-def cleared(block: Block, where: Where, fill: Fill = None) -> Block:
-    """``fill`` (zero) wherever no element stands."""
+def inside(block: Block, dim: int, where: Where) -> Array:
+    """Of every element whether it's one of the dim's; shaped to broadcast."""
+    at = positions(block, dim, where)
+    return (at >= 0) & (at < block.cuts[dim].size)
+
+
+def cleared(block: Block, where: Where, fill: Fill = None, dims: Collection[int] | None = None) -> Block:
+    """``fill`` (zero) wherever no element of ``dims`` (all) stands."""
     x, beyond = block.array, dict(block.beyond)
-    for dim, cut in block.cuts.items():
-        known = block.beyond[dim] == CIRCULAR or (block.beyond[dim] == ZEROS and fill is None)
-        if known or (block.margins[dim] == NONE and not cut.has_tail):
+    for dim in block.cuts if dims is None else dims:
+        if not block.has_outside(dim) or (block.beyond[dim] == ZEROS and fill is None):
             continue
-        at = positions(block, dim, where)
-        real = jnp.broadcast_to((at >= 0) & (at < cut.size), x.shape)
-        x = jnp.where(real, x, jnp.zeros((), x.dtype) if fill is None else jnp.asarray(fill, x.dtype))
+        x = jnp.where(inside(block, dim, where), x, jnp.asarray(0 if fill is None else fill, x.dtype))
         beyond[dim] = ZEROS if fill is None else ANYTHING
     return dataclasses.replace(block, array=x, beyond=beyond)
 
@@ -295,6 +298,14 @@ def part_of(whole: Array, like: Block, where: Where) -> Array:
     shape = list(parts[0].shape)
     shape[batch] *= chunks.count
     return stacked.reshape(shape)
+
+
+def part_along(whole: Array, like: Block, moves: Mapping[int, int], where: Where) -> Array:
+    """This device's part of a whole array of which dims become dims of ``like``, as ``moves`` says; not of chunks."""
+    source = {to: d for d, to in moves.items() if to in like.cuts}
+    margins, beyond = ({d: kept[to] for to, d in source.items()} for kept in (like.margins, like.beyond))
+    lies = Block(whole, {d: like.cuts[to] for to, d in source.items()}, margins, beyond)
+    return part_of(whole, lies, where)
 
 
 def _with_ends(x: Array, dim: int, lo: int, hi: int, beyond: str) -> Array:

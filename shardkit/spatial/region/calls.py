@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +15,9 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardkit._compat import scan_counts
+from shardkit.spatial.exchange import Index
 from shardkit.spatial.region.block import ANYTHING, Block, Cuts, InChunks, cropped, into_chunks, out_of_chunks, part_of
-from shardkit.spatial.region.graph import Graph, Node, chained, graph_of
+from shardkit.spatial.region.graph import Graph, Node, bound, chained, graph_of
 from shardkit.spatial.region.margins import NONE
 from shardkit.spatial.region.step import LOCAL, OWN, Ensure, Held, Step, Wants, Whole, same_links
 
@@ -91,14 +94,21 @@ def _custom_jvp(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: Plan
     if plan.left:
         return None
     differentiable = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in node.inputs]
-    tangents = _tangents(node, differentiable)
     twice = [*lies, *(c for c, d in zip(lies, differentiable, strict=True) if d)]
-    both = plan_graph(tangents, [{}] * len(tangents.consts) + twice, setting)
-    if both.left:
-        return None
+
+    def planned(asked: Any = None) -> tuple[Graph, Any]:
+        """The rule of the derivative: often it calls the function again, whose own isn't asked for before it's needed."""
+        with _within_a_derivative():
+            tangents = _tangents(node, differentiable)
+            return tangents, plan_graph(tangents, [{}] * len(tangents.consts) + twice, setting, asked)
+
     cuts = [plan.lies.get(v.number, {}) for v in node.body.outputs]
-    stays = plan.stays and both.stays and all(c == cuts[0] for c in cuts)
-    stays = stays and all(not c or c == cuts[0] for c in lies)
+    stays = plan.stays and all(c == cuts[0] for c in cuts) and all(not c or c == cuts[0] for c in lies)
+    if not _deriving.get():
+        both = planned()[1]
+        if both.left:
+            return None
+        stays = stays and both.stays
 
     def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         held = list(operands)
@@ -108,30 +118,68 @@ def _custom_jvp(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: Plan
                 held[i] = cropped(block, {k.source: wants.get(k.result, NONE) for k in links} if stays else {})
         asked = [{d: wants.get(d, NONE) for d in c} if stays else {} for c in cuts]
         again = plan_graph(node.body, lies, setting, asked)
-        grown = plan_graph(tangents, [{}] * len(tangents.consts) + twice, setting, [*asked, *asked])
         shown = _Shown(held)
+        axes = sorted({c.axes for lie in lies for c in lie.values()} | {(n,) for n in here.names})
+        given = {a: here.where(a) for a in axes}
+        fixed_at = {a: i for a, i in given.items() if isinstance(i, int)}
+        moving_at = [a for a in axes if a not in fixed_at]
+
+        # The rule is asked for later, when a position that it closed over may be known no more.
+        def there(positions: Sequence[Any]) -> _There:
+            at = fixed_at | dict(zip(moving_at, positions, strict=True))
+            return _There(here.platform, here.free, here.names, at)
 
         @jax.custom_jvp
-        def function(*arrays: Array) -> list[Array]:
-            return shown.run(again, here, arrays)
+        def function(positions: list[Any], *arrays: Array) -> list[Array]:
+            return shown.run(again, there(positions), arrays)
 
         @function.defjvp
         def derivative(primals: Any, dots: Any) -> Any:
+            positions, *primals = primals
+            dots = dots[1:]
+            tangents, grown = planned([*asked, *asked])
             moving = [(h, d) for h, d, yes in zip(shown.inputs, dots, differentiable, strict=True) if yes]
             fixed = [Whole(jnp.asarray(c), tuple(np.shape(c))) for c in tangents.consts]
             values = [_like(h, p) for h, p in zip(shown.inputs, primals, strict=True)]
-            outs = _execute(grown, here, [*fixed, *values, *(_like(h, d) for h, d in moving)])
+            outs = _execute(grown, there(positions), [*fixed, *values, *(_like(h, d) for h, d in moving)])
             half = len(node.outputs)
+            shown.outputs = outs[:half]  # nothing else may run, where it is differentiated at once
             return [_array(o) for o in outs[:half]], [_array(o) for o in outs[half:]]
 
-        arrays = function(*(_array(h) for h in held))
+        arrays = function([given[a] for a in moving_at], *(_array(h) for h in held))
         return [_like(o, a) for o, a in zip(shown.outputs, arrays, strict=True)]
 
     links = tuple(same_links(c) for c in lies)
     kind = LOCAL if stays else OWN
     note = f"{node.params.get('name') or 'a function'} with a derivative of its own"
-    step = Step(node, kind, node.inputs, tuple(cuts), links, run, node.outputs, note, (plan,))
+    step = Step(node, kind, node.inputs, tuple(cuts), links, run, node.outputs, note, ((plan, 1),))
     return step
+
+
+@dataclasses.dataclass(frozen=True)
+class _There:
+    """This device, in a function that is handed its positions."""
+
+    platform: str
+    free: bool
+    names: tuple[str, ...]
+    at: Mapping[tuple[str, ...], Index]
+
+    def where(self, axes: tuple[str, ...]) -> Index:
+        """As ``Here``."""
+        return self.at[axes]
+
+
+_deriving: contextvars.ContextVar[bool] = contextvars.ContextVar("deriving", default=False)
+
+
+@contextlib.contextmanager
+def _within_a_derivative() -> Iterator[None]:
+    token = _deriving.set(True)
+    try:
+        yield
+    finally:
+        _deriving.reset(token)
 
 
 def _tangents(node: Node, differentiable: Sequence[bool]) -> Graph:
@@ -146,7 +194,7 @@ def _tangents(node: Node, differentiable: Sequence[bool]) -> Graph:
         ]
 
         def function(*arrays: Array) -> Any:
-            return node.primitive.bind(*arrays, **node.params)
+            return bound(node, arrays)
 
         values, tangents = jax.jvp(function, tuple(primals), tuple(given))
         return list(values), list(tangents)
@@ -176,7 +224,7 @@ def _remat(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: PlanGraph
         return [_like(o, a) for o, a in zip(shown.outputs, arrays, strict=True)]
 
     links = tuple(same_links(c) for c in lies)
-    return Step(node, OWN, node.inputs, cuts, links, run, node.outputs, "computed again on the way back", (plan,))
+    return Step(node, OWN, node.inputs, cuts, links, run, node.outputs, "computed again on the way back", ((plan, 1),))
 
 
 # --- loops ------------------------------------------------------------------------------------------------------
@@ -201,15 +249,19 @@ def _scan(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: PlanGraph)
     plans = {n: plan_graph(g, [*lies[:consts], *held, *slices * n], one) for n, g in graphs.items()}
     first = plans[every]
     made = [first.lies.get(v.number, {}) for v in first.graph.outputs[carry : carry + len(node.outputs) - carry]]
+    made = made if length else [{} for _ in made]
     cuts = tuple([*held, *({d + 1: c for d, c in m.items()} for m in made)])
 
     def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         loop = _Loop(here, consts, carry, reverse, node.params["unroll"])
-        return loop.run(plans, operands, held, [tuple(n.shape) for n in node.outputs[carry:]], turns, every, rest)
+        shapes = [v.shape for v in node.outputs[carry:]]
+        dtypes = [v.aval.dtype for v in node.outputs[carry:]]
+        return loop.run(plans, operands, held, shapes, dtypes, turns, every, rest)
 
+    inner = ((first, turns), *((plans[rest], 1) for _ in range(bool(rest))))
     links = tuple(same_links(c) for c in lies)
     note = f"{length} turns, {every} for each exchange" if every > 1 else f"{length} turns"
-    return Step(node, OWN, node.inputs, cuts, links, run, node.outputs, note, tuple(plans.values()))
+    return Step(node, OWN, node.inputs, cuts, links, run, node.outputs, note, inner)
 
 
 _TOGETHER = 1 << 20  # levels in one group: all of a loop's chained turns
@@ -247,6 +299,7 @@ class _Loop:
         operands: Sequence[Held],
         lies: Sequence[Cuts],
         shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[Any],
         turns: int,
         every: int,
         rest: int,
@@ -270,6 +323,9 @@ class _Loop:
             pieces.reverse()
         ys = []
         for i, shape in enumerate(shapes):
+            if not pieces:  # no turn
+                ys.append(Whole(jnp.zeros(shape, dtypes[i]), shape))
+                continue
             first = pieces[0][i]
             array = first.array if len(pieces) == 1 else jnp.concatenate([p[i].array for p in pieces], 0)
             ys.append(_stacked(first, array, shape))

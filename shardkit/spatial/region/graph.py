@@ -148,6 +148,14 @@ def _frames(traceback: Any) -> tuple[Frame, ...]:
     return tuple(Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames)
 
 
+def bound(node: Node, arrays: Sequence[Any]) -> list[Any]:
+    """The operation as JAX has it, on arrays. One that is a function has the constants of its body already."""
+    own = len(node.body.consts) if node.body is not None else 0
+    # Of one with a derivative of its own, functions are made of what is traced.
+    out = node.primitive.bind(*arrays[own:], **node.primitive.get_bind_params(dict(node.params)))
+    return list(out) if node.primitive.multiple_results else [out]
+
+
 def chained(body: Graph, consts: int, carry: int, times: int) -> Graph:
     """``times`` turns of a loop as one: inputs are constants, what is carried, then each turn's slices."""
     fixed = body.inputs[:consts]

@@ -11,6 +11,7 @@ from jax import numpy as jnp
 
 from shardkit import scopes
 from shardkit._compat import varying_axes
+from shardkit.spatial.region import graph
 from shardkit.spatial.region.block import Cuts, cropped, out_of_chunks
 from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.step import LEFT, Ensure, Held, Step, Wants, Whole
@@ -47,17 +48,23 @@ def everywhere(x: Array, names: Sequence[str], here: Any) -> Array:
 def leave(node: Node, inputs: Sequence[Any], lies: Sequence[Cuts], why: str) -> Step:
     """The operation on whole values, all of it on every device."""
 
+    traced = node.body is not None or any(map(_is_function, node.params.values()))
+
     def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         arrays = [put_together(here, o).value for o in operands]
+        if traced:  # for whole values, whose types said so
+            arrays = [everywhere(a, here.names, here) for a in arrays]
         return bound(node, arrays)
 
     return Step(node, LEFT, tuple(inputs), ({},) * len(node.outputs), ((),) * len(inputs), run, node.outputs, why)
 
 
+def _is_function(param: Any) -> bool:
+    """A parameter that is a traced function, or several."""
+    parts = param if isinstance(param, tuple | list) else (param,)
+    return any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in parts)
+
+
 def bound(node: Node, arrays: Sequence[Array]) -> list[Whole]:
     """The primitive on whole arrays."""
-    arrays = alike(arrays)
-    own = len(node.body.consts) if node.body is not None else 0  # the primitive has them already
-    out = node.primitive.bind(*arrays[own:], **node.params)
-    out = out if node.primitive.multiple_results else [out]
-    return [Whole(o, tuple(o.shape)) for o in out]
+    return [Whole(o, tuple(o.shape)) for o in graph.bound(node, alike(arrays))]

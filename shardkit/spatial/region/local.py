@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +18,26 @@ from shardkit.spatial.region.block import (
     InChunks,
     chunked_alike,
     cropped,
+    inside,
     local_shape,
     out_of_chunks,
+    part_along,
     part_of,
 )
 from shardkit.spatial.region.margins import NONE, Margin
 from shardkit.spatial.region.step import LOCAL, Ensure, Held, Link, Step, Wants
+
+# Operations with a pole or an infinite slope somewhere, and a number at which they have none. Where no element stands,
+# they're given that: a derivative of zero times infinity would reach whatever else the value came of.
+SMOOTH_AT = {
+    **dict.fromkeys(
+        ("acos", "asin", "atan2", "atanh", "cbrt", "digamma", "div", "erf_inv", "igamma", "igammac", "igamma_grad_a"), 0.5
+    ),
+    **dict.fromkeys(("lgamma", "log", "log1p", "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sqrt"), 0.5),
+    **dict.fromkeys(("acosh", "zeta"), 2.0),
+    "integer_pow": 0.5,
+    "rem": 0.5,
+}
 
 # ``apply(here, arrays, shape)``: local arrays in, one local array a result out. ``shape`` is what a device holds of the
 # (first) result.
@@ -46,7 +62,8 @@ def local_step(
       links: of each operand.
       apply: see ``Apply``.
       spread: what a device's part of a whole operand is: "" all of it, "parts" what lies where the blocks do, "shape"
-        that, and laid out in the result's shape.
+        that, and laid out in the result's shape, "moved" what becomes a part of the results (as its ``Links`` say; not
+        on chunks).
       chunks: also runs on chunks.
       note: for people.
     """
@@ -85,17 +102,49 @@ def local_step(
         for i, operand in enumerate(operands):
             if i in found:
                 arrays.append(found[i].array)
+            elif spread == "moved":
+                others = links[i].others if isinstance(links[i], Links) else {}
+                arrays.append(part_along(operand.value, results[0], others, here.where))
             elif spread:
                 x = operand.array if spread == "shape" else operand.value
                 if x.ndim and x.ndim == len(node.outputs[0].shape):
-                    x = part_of(x, results[0], here.where)
+                    x = part_of(_each_image(x, node.outputs[0].shape, results[0].chunks), results[0], here.where)
                 arrays.append(jnp.broadcast_to(x, shape) if spread == "shape" else x)
             else:
                 arrays.append(operand.value)
+        if spread == "shape":
+            arrays = _smooth(node, arrays, results[0], here)
         outs = apply(here, arrays, shape)
         return [_with(r, o) for r, o in zip(results, outs, strict=True)]
 
     return Step(node, LOCAL, node.inputs, tuple(cuts), tuple(tuple(k) for k in links), run, node.outputs, note)
+
+
+def _each_image(x: Array, shape: tuple[int, ...], chunks: InChunks | None) -> Array:
+    """One image that stands for all, once for each where it is cut into chunks: they lie in the batch with the others."""
+    if chunks is None or x.shape[chunks.dim] == 1 or x.shape[chunks.batch] == shape[chunks.batch]:
+        return x
+    return jnp.broadcast_to(x, (*x.shape[: chunks.batch], shape[chunks.batch], *x.shape[chunks.batch + 1 :]))
+
+
+def _smooth(node: Any, arrays: Sequence[Array], like: Block, here: Any) -> list[Array]:
+    """Operands with a harmless number where no element stands, for operations that need one."""
+    number = SMOOTH_AT.get(node.name)
+    if number is None or (node.name == "integer_pow" and node.params["y"] >= 0):
+        return list(arrays)
+    shaped = dataclasses.replace(like, array=arrays[0])
+    real = [inside(shaped, d, here.where) for d in like.cuts if like.has_outside(d)]
+    if not real or not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
+        return list(arrays)
+    everything = functools.reduce(jnp.logical_and, real)
+    # The last one is enough of a quotient, of all others any may be what matters.
+    first = len(arrays) - 1 if node.name == "div" else 0
+    return [
+        jnp.where(jnp.broadcast_to(everything, a.shape), a, jnp.asarray(number, a.dtype))
+        if i >= first and a.ndim and jnp.issubdtype(a.dtype, jnp.inexact)
+        else a
+        for i, a in enumerate(arrays)
+    ]
 
 
 def _with(block: Block, array: Array) -> Block:

@@ -8,6 +8,7 @@ later group will want of it in all is fetched at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,9 +83,21 @@ class Plan:
         """Steps that left the layout, those in bodies too."""
         found = [s for s in self.steps if s.kind == LEFT]
         for step in self.steps:
-            for inner in step.inner or ():
+            for inner, _ in step.inner:
                 found += inner.left
         return found
+
+    @property
+    def exchanges(self) -> int:
+        """Values whose margins are fetched, in bodies too."""
+        own = sum(any(m != NONE for m, _ in found.values()) for found in self.fetched.values())
+        return own + sum(inner.exchanges for s in self.steps for inner, _ in s.inner)
+
+    @functools.cached_property
+    def values(self) -> dict[int, Value]:
+        """By number."""
+        read = [v for s in self.steps for v in (*s.inputs, *s.outputs)]
+        return {v.number: v for v in (*self.graph.inputs, *read)}
 
 
 def plan_graph(graph: Graph, lies: Sequence[Cuts], setting: Setting, wants: Sequence[Wants] | None = None) -> Plan:
@@ -421,6 +434,8 @@ def with_margins(plan: Plan, every: int, wants: Sequence[Wants] | None = None) -
     for step in reversed(plan.steps):
         want = wanted(plan, step)
         for value, links in zip(step.inputs, step.links, strict=True):
+            if not links:
+                continue
             free = step.kind in (OWN, REDUCTION)
             needs = {
                 k.source: NONE if free and k.window is not None else k.needs(want.get(k.result, NONE)) for k in links

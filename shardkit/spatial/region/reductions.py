@@ -14,7 +14,7 @@ from shardkit import scopes
 from shardkit.spatial.pooling.global_pool import extreme
 from shardkit.spatial.pooling.reduce_window import identity
 from shardkit.spatial.reduction import Reduction
-from shardkit.spatial.region.block import ANYTHING, CIRCULAR, Block, Cuts, cleared, cropped, out_of_chunks
+from shardkit.spatial.region.block import ANYTHING, Block, Cuts, cleared, cropped, out_of_chunks
 from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.left import everywhere
 from shardkit.spatial.region.margins import NONE
@@ -46,7 +46,7 @@ def reduction(node: Node, lies: Sequence[Cuts]) -> Step | None:
         if chunks is not None and not {chunks.dim, chunks.batch} <= set(axes):
             x = out_of_chunks(x, here.where)
         # What stands beyond the ends of dims that stay needn't be anything.
-        x = cleared(_only(x, axes), here.where, _fill(node.name, x.array.dtype))
+        x = cleared(x, here.where, _fill(node.name, x.array.dtype), set(axes) & set(cuts))
         out = _combined(here, node, x.array, axes, names)
         if not result:
             return [Whole(out, node.outputs[0].shape)]
@@ -54,11 +54,6 @@ def reduction(node: Node, lies: Sequence[Cuts]) -> Step | None:
         return [Block(out, result, margins, dict.fromkeys(result, ANYTHING))]
 
     return Step(node, REDUCTION, node.inputs, (result,), (links,), run, node.outputs)
-
-
-def _only(x: Block, axes: Sequence[int]) -> Block:
-    beyond = {d: (ANYTHING if d in axes else CIRCULAR) for d in x.cuts}
-    return Block(x.array, x.cuts, x.margins, beyond, x.chunks)
 
 
 def _combined(here: Any, node: Node, x: Array, axes: tuple[int, ...], names: tuple[str, ...]) -> Array:

@@ -36,6 +36,8 @@ def _step(
     for cuts, move in zip(lies, moves, strict=True):
         if cuts and any(to in result and d not in cuts for d, to in move.items()):
             return None  # blocked in one operand, whole in another
+    if any(not cuts and any(to in result for to in move.values()) for cuts, move in zip(lies, moves, strict=True)):
+        more = {"spread": "moved", "chunks": False} | more
     links = [
         Links([Link(d, move[d], c.shards) for d, c in cuts.items()], {d: to for d, to in move.items() if d not in cuts})
         for cuts, move in zip(lies, moves, strict=True)
@@ -146,6 +148,18 @@ def concatenate(node: Node, lies: Sequence[Cuts]) -> Step | None:
     return _step(node, lies, [_all_but(ndim, [dim])] * len(node.inputs), _nothing, spread="parts")
 
 
+def stack(node: Node, lies: Sequence[Cuts]) -> Step | None:
+    """Side by side along a new dim."""
+    new, ndim = node.params["axis"], len(node.inputs[0].shape)
+    return _step(node, lies, [{d: d + (d >= new) for d in range(ndim)}] * len(node.inputs), _nothing)
+
+
+def tile(node: Node, lies: Sequence[Cuts]) -> Step | None:
+    """Repeated along dims that aren't blocked."""
+    same = {d: d for d, times in enumerate(node.params["reps"]) if times == 1}
+    return _step(node, lies, [same], _nothing)
+
+
 def dot_general(node: Node, lies: Sequence[Cuts]) -> Step | None:
     """Products over dims that aren't blocked: a dense layer, a 1 x 1 convolution written so."""
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -188,6 +202,8 @@ RULES: dict[str, Callable[[Node, Sequence[Cuts]], Step | None]] = {
     "slice": slicing,
     "pad": pad,
     "concatenate": concatenate,
+    "stack": stack,
+    "tile": tile,
     "dot_general": dot_general,
     "gather": gather,
     **dict.fromkeys((*_REDUCTIONS, "argmax", "argmin"), reduction),

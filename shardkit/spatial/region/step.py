@@ -105,7 +105,7 @@ class Step:
       links: of each input, its blocked dims; empty where it's whole.
       run: see ``Run``.
       note: for people, what isn't plain about it.
-      inner: of a loop or call, the plan of its body.
+      inner: of a loop or call, plans of its body, each with how often it runs.
     """
 
     node: Node
@@ -116,7 +116,7 @@ class Step:
     run: Run
     outputs: tuple[Value, ...]
     note: str = ""
-    inner: Any = None
+    inner: tuple[tuple[Any, int], ...] = ()
 
     @property
     def eats(self) -> bool:

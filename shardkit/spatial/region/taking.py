@@ -26,7 +26,7 @@ from shardkit.spatial.region.graph import Node, Value
 from shardkit.spatial.region.margins import NONE, on_a_line
 from shardkit.spatial.region.step import OWN, WINDOW, Ensure, Held, Link, Step, Wants
 from shardkit.spatial.region.views import ZERO, as_extension, as_repeat, as_stride, repeating
-from shardkit.spatial.region.windows import on_blocks, ready
+from shardkit.spatial.region.windows import after, on_blocks, ready
 from shardkit.spatial.windows import Window
 
 
@@ -36,7 +36,7 @@ def taken(node: Node, base: Value, cuts: Cuts, dim: int, index: np.ndarray, outp
     result = {**cuts, dim: dataclasses.replace(cut, size=len(index))}
     found = as_extension(index, size)
     stride, times = as_stride(index, size), as_repeat(index, size)
-    if times is not None:
+    if times is not None and on_blocks(repeating(size, times), cut, ZEROS):
         return _in_place(node, base, cuts, result, dim, repeating(size, times), ZEROS, output, times)
     if stride is not None and stride.output_size == len(index) and on_blocks(stride, cut, ZEROS):
         return _in_place(node, base, cuts, result, dim, stride, ZEROS, output)
@@ -86,8 +86,7 @@ def _in_place(
             stop = -line.pad_lo + (line.output_size - 1) * line.stride + 1
             out = lax.slice_in_dim(x.array, -line.pad_lo, stop, stride=line.stride, axis=dim)
         margins = {d: wants.get(d, NONE) for d in cuts}
-        beyond = {d: (CIRCULAR if d == dim and mode == CIRCULAR else ANYTHING) for d in cuts}
-        beyond |= {d: x.beyond[d] for d in cuts if d != dim and x.beyond[d] == CIRCULAR}
+        beyond = {link.result: after(link, x) for link in links}
         return [Block(out, result, margins, beyond, x.chunks)]
 
     return Step(node, WINDOW, (base,), (result,), (links,), run, (output,), "seen through a view")

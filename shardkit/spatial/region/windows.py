@@ -86,7 +86,7 @@ def convolution(node: Node, lies: Sequence[Cuts], views: Mapping[int, Extension]
         windows.append(window)
         modes.append(mode)
         if dim in cuts:
-            links.append(Link(dim, to, cuts[dim].shards, window, mode))
+            links.append(Link(dim, to, cuts[dim].shards, None if window == Window(window.size, 1) else window, mode))
             result[to] = dataclasses.replace(cuts[dim], size=out_shape[to])
     regular = p["batch_group_count"] == 1 and all(
         on_blocks(w, cuts[d], m) for d, w, m in zip(lhs[2:], windows, modes, strict=True) if d in cuts
@@ -132,10 +132,10 @@ class _Convolution:
         base = dataclasses.replace(self.base, split_groups=here.free and self.base.feature_groups > 1)
         moving = [link for link in self.links if link.window is not None]
         needs = {link.source: link.needs(wants.get(link.result, NONE)) for link in moving}
-        ready = self.regular and all(holds(x, link.source, needs[link.source], link.mode) for link in moving)
-        plain = all(wants.get(link.result, NONE) == NONE for link in moving)
+        there = self.regular and all(holds(x, link.source, needs[link.source], link.mode) for link in moving)
+        plain = all(wants.get(link.result, NONE) == NONE for link in self.links)
         alone = all(suffices(needs[d], m) for d, m in ensure.planned(0).items() if d in needs)
-        if not self.regular or (not ready and plain and alone):
+        if not self.regular or (not there and plain and alone):
             return [self._by_itself(here, base, x, kernel)]
         return [self._with_margins(here, base, ensure(0), kernel, wants)]
 
@@ -180,16 +180,16 @@ class _Convolution:
 
     def _with_margins(self, here: Any, base: LocalConv, x: Block, kernel: Array, wants: Wants) -> Block:
         """One convolution of what is held, margins and all; what it gives keeps ``wants`` of them."""
-        moving = {link.source: link for link in self.links if link.window is not None}
-        x = ready(x, moving, wants, base.lhs_spec[0], here)
+        links = {link.source: link for link in self.links}
+        x = ready(x, links, wants, base.lhs_spec[0], here)
         windows = tuple(
-            on_a_line(w, x.parts(d), x.margins[d], wants.get(moving[d].result, NONE)) if d in moving else w
+            on_a_line(w, x.parts(d), x.margins[d], wants.get(links[d].result, NONE)) if d in links else w
             for d, w in zip(base.lhs_spec[2:], self.windows, strict=True)
         )
         conv = dataclasses.replace(base, windows=tuple(shard_window(w, 1) for w in windows))
         out = laid_out_conv(conv, (0,) * len(windows), x.array, kernel)
-        kept = {link.result: wants.get(link.result, NONE) for link in moving.values()}
-        beyond = {link.result: CIRCULAR if link.mode == CIRCULAR else ANYTHING for link in moving.values()}
+        kept = {link.result: wants.get(link.result, NONE) for link in self.links}
+        beyond = {link.result: after(link, x) for link in self.links}
         return self._result(x, out, kept, beyond)
 
     def _result(self, x: Block, out: Array, margins: Mapping[int, Any], beyond: Mapping[int, str]) -> Block:
@@ -206,6 +206,12 @@ class _Convolution:
         )
 
 
+def after(link: Link, x: Block) -> str:
+    """What stands beyond the ends of a result: what a window read there, or what stood there before."""
+    mode = x.beyond[link.source] if link.window is None else link.mode
+    return CIRCULAR if mode == CIRCULAR else ANYTHING
+
+
 def ready(x: Block, moving: Mapping[int, Link], wants: Wants, batch: int, here: Any, fill: Any = None) -> Block:
     """An operand with just the margins that windows read, and what they read beyond the ends in place."""
     needs = {d: link.needs(wants.get(link.result, NONE)) for d, link in moving.items()}
@@ -213,11 +219,11 @@ def ready(x: Block, moving: Mapping[int, Link], wants: Wants, batch: int, here: 
     if c is not None and not _runs_on_chunks(c, moving, batch, x):
         x = widened(out_of_chunks(x, here.where), needs, {d: k.mode for d, k in moving.items()}, here.where)
     x = cropped(x, {d: needs.get(d, NONE) for d in x.margins})
-    beyond = dict(x.beyond)
-    for dim, link in moving.items():
-        if link.mode == ZEROS and beyond[dim] == CIRCULAR:
-            beyond[dim] = ANYTHING
-    return cleared(dataclasses.replace(x, beyond=beyond), here.where, fill)
+    # Zeros where windows read them beyond the ends; what stands beyond those of other dims stays.
+    padded = {d for d, link in moving.items() if link.window is not None and link.mode == ZEROS}
+    known = {d: (ANYTHING if b == CIRCULAR else b) if d in padded else CIRCULAR for d, b in x.beyond.items()}
+    found = cleared(dataclasses.replace(x, beyond=known), here.where, fill)
+    return dataclasses.replace(found, beyond={d: found.beyond[d] if d in padded else b for d, b in x.beyond.items()})
 
 
 def _runs_on_chunks(chunks: InChunks, moving: Mapping[int, Link], batch: int, x: Block) -> bool:
@@ -287,7 +293,7 @@ class _Pooling:
                 window = on_a_line(window, x.parts(dim), x.margins[dim], wants.get(dim, NONE))
             dims.append(WindowedDim(dim, shard_window(window, 1), None, ZEROS))
         out = WindowReduction(tuple(dims), self.computation)({}, x.array)
-        beyond = {d: CIRCULAR if self.modes.get(d) == CIRCULAR else ANYTHING for d in self.cuts}
+        beyond = {link.result: after(link, x) for link in self.links}
         return [Block(out, self.cuts, {d: wants.get(d, NONE) for d in self.cuts}, beyond, x.chunks)]
 
     def _by_itself(self, here: Any, x: Block) -> Block:
