@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,34 +63,59 @@ class InRegion:
         x, *others = args
         # What isn't an array (a flag of training, say) is part of the program.
         leaves, tree = jax.tree.flatten((others, kwargs))
-        moving = [isinstance(a, jax.Array) for a in leaves]
-        fixed = [None if m else a for a, m in zip(leaves, moving, strict=True)]
+        arrays = [a for a in leaves if isinstance(a, jax.Array)]
+        fixed = tuple(_ARRAY if isinstance(a, jax.Array) else a for a in leaves)
         graph, state = nnx.split(layer)
-        cls = own_class(layer)
-
-        def whole(x: Any, state: Any, arrays: Any) -> Any:
-            rest = iter(arrays)
-            given = [next(rest) if m else f for m, f in zip(moving, fixed, strict=True)]
-            more, named = jax.tree.unflatten(tree, given)
-            with _tracing():
-                module = nnx.merge(graph, state)
-                result = cls.__call__(module, x, *more, **named)
-            return result, nnx.state(module)
-
-        plan = self.applied.plan
-        region = Region(whole, plan.spatial_axes(x.ndim), self.applied.mesh, "auto")
-        arrays = [a for a, m in zip(leaves, moving, strict=True) if m]
+        call = _Call(graph, own_class(layer), tree, fixed, self.applied, x.ndim)
+        try:
+            region = _region(call)
+        except TypeError:  # something among the arguments doesn't hash: nothing is kept of it
+            region = _region.__wrapped__(call)
         reasons = region.why_leaves(x, state, arrays)
         if reasons:
             warnings.warn(
-                f"{self.applied.path!r} ({cls.__name__}) runs layer by layer, not as one region: {'; '.join(reasons)}",
+                f"{self.applied.path!r} ({call.kind.__name__}) runs layer by layer, not as one region: "
+                f"{'; '.join(reasons)}",
                 UserWarning,
                 stacklevel=4,
             )
             return run(*args, **kwargs)
-        result, after = region(x, state, arrays)
-        nnx.update(layer, after)
+        result, changed = region(x, state, arrays)
+        nnx.update(layer, changed)
         return result
+
+
+_ARRAY = object()  # among a call's arguments: this one is an array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """All of a module's call but its arrays."""
+
+    graph: Any
+    kind: type
+    tree: Any
+    fixed: tuple[Any, ...]
+    applied: Applied
+    ndim: int
+
+
+@functools.lru_cache(maxsize=256)
+def _region(call: _Call) -> Region:
+    """The module's call as a function of its input, its variables and other arrays: the result, and what changed."""
+
+    def whole(x: Any, state: Any, arrays: Any) -> Any:
+        rest = iter(arrays)
+        more, named = jax.tree.unflatten(call.tree, [next(rest) if f is _ARRAY else f for f in call.fixed])
+        before = {path: v.get_raw_value() for path, v in nnx.to_flat_state(state)}
+        with _tracing():
+            module = nnx.merge(call.graph, state, copy=True)
+            result = call.kind.__call__(module, x, *more, **named)
+        after = nnx.to_flat_state(nnx.state(module))
+        changed = [(path, v) for path, v in after if v.get_raw_value() is not before[path]]
+        return result, nnx.from_flat_state(changed)
+
+    return Region(whole, call.applied.plan.spatial_axes(call.ndim), call.applied.mesh, "auto")
 
 
 def holds_layers(layer: Any, kinds: tuple[type, ...], kind_of: Callable[[Any], type]) -> bool:

@@ -98,13 +98,13 @@ class Region:
     def __init__(self, fun: Callable[..., Any], spatial_axes: Any, mesh: Any, exchange_every: int | str):
         functools.update_wrapper(self, fun)
         self._fun, self._axes, self._mesh, self._every = fun, spatial_axes, mesh, exchange_every
+        self._reasons: dict[_Call, list[str]] = {}
         self._jitted = jax.jit(self._run, static_argnums=0, inline=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, arrays = self._read(args, kwargs)
         traced = any(isinstance(a, Tracer) for a in arrays) or in_manual_region()
-        leaves = (self._run if traced else self._jitted)(call, *arrays)
-        return jax.tree.unflatten(call.out_tree[0], leaves)
+        return (self._run if traced else self._jitted)(call, *arrays)
 
     def program(self, *args: Any, **kwargs: Any) -> RegionProgram:
         """The function as it runs on blocks: what stays in the layout, what is exchanged, what leaves it.
@@ -120,11 +120,14 @@ class Region:
     def why_leaves(self, *args: Any, **kwargs: Any) -> list[str]:
         """The operations that leave the layout, as text; empty where none does."""
         call, _ = self._read(args, kwargs)
-        try:
-            plan = self._plan(call, self._trace(call)[0])
-        except NotImplementedError as err:
-            return [str(err)]
-        return [f"{s.node.name} at {s.node.source or 'an unknown line'} {s.note}" for s in plan.left]
+        if call not in self._reasons:
+            try:
+                left = self._plan(call, self._trace(call)[0]).left
+                found = [f"{s.node.name} at {s.node.source or 'an unknown line'} {s.note}" for s in left]
+            except NotImplementedError as err:
+                found = [str(err)]
+            self._reasons[call] = found
+        return self._reasons[call]
 
     # --- one call ---
 
@@ -208,11 +211,9 @@ class Region:
             return plan_graph(graph, lies, Setting(int(self._every), platform))
         return choose_every(lambda every: plan_graph(graph, lies, Setting(every, platform)), call.mesh, platform)
 
-    def _run(self, call: _Call, *arrays: Any) -> list[Any]:
+    def _run(self, call: _Call, *arrays: Any) -> Any:
         graph, out_tree = self._trace(call)
-        call.out_tree[:] = [out_tree]
-        plan = self._plan(call, graph)
-        return _run_plan(plan, call, graph, arrays)
+        return jax.tree.unflatten(out_tree, _run_plan(self._plan(call, graph), call, graph, arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +238,6 @@ class _Call:
     inputs: tuple[_Input, ...]
     entries: tuple[tuple[Any, ...], ...]  # of each input, the mesh axes of each dim in the manual region
     nested: bool
-    out_tree: list[Any] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def names(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,7 +117,10 @@ class _Reader:
             name = eqn.primitive.name
             frames = (*_frames(eqn.source_info.traceback), *outer)
             inputs = tuple(self.value(v, env) for v in eqn.invars)
-            if name in _INLINED:
+            params = _one_dim_at_a_time(name, eqn.params, inputs[0].shape) if name in _SPLIT else []
+            if len(params) > 1:
+                outputs = self._split(eqn, params, inputs, frames)
+            elif name in _INLINED:
                 outputs = self._inline(eqn.params[_INLINED[name]], inputs, frames)
             else:
                 body = graph_of(eqn.params[_BODIES[name]]) if name in _BODIES else None
@@ -131,6 +135,19 @@ class _Reader:
                 self.nodes.append(node)
             env.update(zip(eqn.outvars, outputs, strict=True))
 
+    def _split(
+        self, eqn: Any, params: Sequence[Mapping[str, Any]], inputs: tuple[Value, ...], frames: tuple[Frame, ...]
+    ) -> tuple[Value, ...]:
+        x, rest = inputs[0], inputs[1:]
+        for each in params:
+            aval = jax.eval_shape(functools.partial(eqn.primitive.bind, **each), *map(_shape_of, (x, *rest)))
+            out = Value(x.aval.update(shape=aval.shape))
+            node = Node(eqn.primitive.name, eqn.primitive, each, (x, *rest), (out,), None, frames)
+            out.maker = node
+            self.nodes.append(node)
+            x = out
+        return (x,)
+
     def _inline(self, called: Any, inputs: Sequence[Value], frames: tuple[Frame, ...]) -> tuple[Value, ...]:
         jaxpr, consts = (called.jaxpr, called.consts) if hasattr(called, "jaxpr") else (called, ())
         env = {}
@@ -140,6 +157,38 @@ class _Reader:
         env.update(zip(jaxpr.invars, inputs, strict=True))
         self.read(jaxpr, env, frames)
         return tuple(self.value(v, env) for v in jaxpr.outvars)
+
+
+_SPLIT = frozenset({"slice", "pad", "rev"})
+
+
+def _one_dim_at_a_time(name: str, params: Mapping[str, Any], shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Slices, paddings and reversals of several dims as such of one: each dim may lie in another way."""
+    found = []
+    if name == "rev":
+        return [{**params, "dimensions": (d,)} for d in params["dimensions"]]
+    if name == "pad":
+        config = params["padding_config"]
+        for dim, widths in enumerate(config):
+            if tuple(widths) != (0, 0, 0):
+                found.append({**params, "padding_config": tuple(w if d == dim else (0, 0, 0) for d, w in enumerate(config))})
+        return found
+    begins, ends, strides = params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape)
+    held = list(shape)
+    for dim, one in enumerate(zip(begins, ends, strides, strict=True)):
+        if one == (0, held[dim], 1):
+            continue
+        limits = [ends[d] if d == dim else n for d, n in enumerate(held)]
+        starts, steps = ([v[d] if d == dim else n for d in range(len(shape))] for v, n in ((begins, 0), (strides, 1)))
+        found.append(
+            {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": tuple(steps)}
+        )
+        held[dim] = -(-(ends[dim] - begins[dim]) // strides[dim])
+    return found
+
+
+def _shape_of(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.aval.dtype)
 
 
 def _frames(traceback: Any) -> tuple[Frame, ...]:

@@ -101,7 +101,8 @@ def local_step(
         arrays = []
         for i, operand in enumerate(operands):
             if i in found:
-                arrays.append(found[i].array)
+                same = {d: d for d in results[0].cuts if spread == "shape" and d not in found[i].cuts}
+                arrays.append(part_along(found[i].array, results[0], same, here.where))
             elif spread == "moved":
                 others = links[i].others if isinstance(links[i], Links) else {}
                 arrays.append(part_along(operand.value, results[0], others, here.where))

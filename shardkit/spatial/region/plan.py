@@ -357,6 +357,8 @@ def _adds_a_dim(node: Node) -> int | None:
 
 
 def _whole(node: Node) -> Step:
+    calls.refuse(node)
+
     def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         if node.name == "broadcast_in_dim":
             return [_spread(node, operands[0])]  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from shardkit.spatial.region.block import Cuts
+from shardkit.spatial.region.block import CutDim, Cuts
 from shardkit.spatial.region.graph import Node
 from shardkit.spatial.region.local import local_step
 from shardkit.spatial.region.step import Step, same_links
@@ -113,8 +113,11 @@ def pointwise(node: Node, lies: Sequence[Cuts]) -> Step | None:
     """Where its blocked operands agree on how they lie, the result lies so too."""
     if node.name not in NAMES:
         return None
-    cuts, shape = [c for c in lies if c], node.outputs[0].shape
-    if any(c != cuts[0] for c in cuts) or any(o.shape != shape for o in node.outputs):
+    shape, cuts = node.outputs[0].shape, dict[int, CutDim]()
+    for lie in lies:  # an operand may be whole in dims that others are cut in
+        if any(cuts.setdefault(dim, cut) != cut for dim, cut in lie.items()):
+            return None
+    if any(o.shape != shape for o in node.outputs):
         return None
     if any(len(v.shape) != len(shape) for v, c in zip(node.inputs, lies, strict=True) if c):
         return None
@@ -124,7 +127,7 @@ def pointwise(node: Node, lies: Sequence[Cuts]) -> Step | None:
         return out if node.primitive.multiple_results else [out]
 
     links = [same_links(c) for c in lies]
-    return local_step(node, [cuts[0]] * len(node.outputs), links, apply, spread="shape")
+    return local_step(node, [cuts] * len(node.outputs), links, apply, spread="shape")
 
 
 def is_relu(node: Node) -> bool:

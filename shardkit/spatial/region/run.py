@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from shardkit.spatial.region.block import ZEROS, Block, widened
+from shardkit.spatial.region.block import ZEROS, Block, holds, widened
 from shardkit.spatial.region.graph import Value
 from shardkit.spatial.region.margins import NONE, wider
 from shardkit.spatial.region.plan import Plan, mode_of, wanted
@@ -53,9 +53,10 @@ class _Ensure:
         fetched = self.plan.fetched.get(self.step.inputs[operand].number, {})
         return {d: m for d, (m, _) in fetched.items()}
 
-    def __call__(self, operand: int) -> Block:
+    def __call__(self, operand: int, laid_out: Block | None = None) -> Block:
         """See ``Ensure``; what was fetched stays for the next who reads it."""
-        block, number = self.operands[operand], self.step.inputs[operand].number
+        number = self.step.inputs[operand].number
+        block = self.operands[operand] if laid_out is None else laid_out
         assert isinstance(block, Block)
         needs, modes = self._needs(operand)
         fetched = self.plan.fetched.get(number, {})
@@ -71,6 +72,4 @@ class _Ensure:
 
 
 def _has(block: Block, needs: Wants, modes: dict[int, str]) -> bool:
-    from shardkit.spatial.region.block import holds
-
     return all(holds(block, d, m, modes.get(d, ZEROS)) for d, m in needs.items())

@@ -78,8 +78,8 @@ class Here(Protocol):
 class Ensure(Protocol):
     """What fetches margins of a step's operands."""
 
-    def __call__(self, operand: int, /) -> Block:
-        """The operand with the margins that the step needs, and those that later steps of its group will."""
+    def __call__(self, operand: int, laid_out: Block | None = None, /) -> Block:
+        """The operand (as it was ``laid_out``) with the margins that the step and later ones of its group need."""
         ...
 
     def planned(self, operand: int, /) -> Wants:

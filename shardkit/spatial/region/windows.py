@@ -137,13 +137,26 @@ class _Convolution:
         alone = all(suffices(needs[d], m) for d, m in ensure.planned(0).items() if d in needs)
         if not self.regular or (not there and plain and alone):
             return [self._by_itself(here, base, x, kernel)]
-        return [self._with_margins(here, base, ensure(0), kernel, wants)]
+        if not there and x.chunks is None:
+            # Into chunks first, so that what travels lands beside each of them.
+            x = self._form(here, self._sharded(base, x), cropped(x, {}), kernel)[1]
+        return [self._with_margins(here, base, ensure(0, x), kernel, wants)]
 
     def _by_itself(self, here: Any, base: LocalConv, x: Block, kernel: Array) -> Block:
         """Halos and convolution as ``ring_conv`` does them, in the form that its table says."""
         spatial = base.lhs_spec[2:]
-        x = cropped(x, {})
-        conv = dataclasses.replace(
+        x, conv = cropped(x, {}), self._sharded(base, x)
+        at = tuple(here.where(x.cuts[d].axes) if d in x.cuts else 0 for d in spatial)
+        conv, x = self._form(here, conv, x, kernel)
+        if conv.chunks is not None:
+            x = cleared(x, here.where)  # what runs on chunks knows of no tails
+        out = laid_out_conv(conv, at, x.array, kernel)
+        return self._result(x, out, {}, dict.fromkeys(self.cuts, ANYTHING))
+
+    def _sharded(self, base: LocalConv, x: Block) -> LocalConv:
+        """The convolution of all devices' blocks."""
+        spatial = base.lhs_spec[2:]
+        return dataclasses.replace(
             base,
             windows=tuple(
                 shard_window(w, x.cuts[d].shards if d in x.cuts else 1, m)
@@ -152,12 +165,6 @@ class _Convolution:
             axes=tuple(x.cuts[d].axis_name if d in x.cuts else None for d in spatial),
             modes=self.modes,
         )
-        at = tuple(here.where(x.cuts[d].axes) if d in x.cuts else 0 for d in spatial)
-        conv, x = self._form(here, conv, x, kernel)
-        if conv.chunks is not None:
-            x = cleared(x, here.where)  # what runs on chunks knows of no tails
-        out = laid_out_conv(conv, at, x.array, kernel)
-        return self._result(x, out, {}, dict.fromkeys(self.cuts, ANYTHING))
 
     def _form(self, here: Any, conv: LocalConv, x: Block, kernel: Array) -> tuple[LocalConv, Block]:
         spatial = conv.lhs_spec[2:]
@@ -230,9 +237,8 @@ def _runs_on_chunks(chunks: InChunks, moving: Mapping[int, Link], batch: int, x:
     if chunks.batch != batch:
         return False
     link = moving.get(chunks.dim)
-    if link is None:
+    if link is None or link.window is None:
         return True
-    assert link.window is not None
     out_block = -(-link.window.output_size // link.shards)
     return out_block % chunks.count == 0 and x.cuts[chunks.dim].block % chunks.count == 0
 
@@ -294,7 +300,12 @@ class _Pooling:
             dims.append(WindowedDim(dim, shard_window(window, 1), None, ZEROS))
         out = WindowReduction(tuple(dims), self.computation)({}, x.array)
         beyond = {link.result: after(link, x) for link in self.links}
-        return [Block(out, self.cuts, {d: wants.get(d, NONE) for d in self.cuts}, beyond, x.chunks)]
+        found = Block(out, self.cuts, {d: wants.get(d, NONE) for d in self.cuts}, beyond, x.chunks)
+        return [self._finite(here, found)]
+
+    def _finite(self, here: Any, found: Block) -> Block:
+        """Windows of nothing but what isn't there give an infinity, which a product later makes a NaN of."""
+        return found if self.computation is lax.add else cleared(found, here.where)
 
     def _by_itself(self, here: Any, x: Block) -> Block:
         x = out_of_chunks(cropped(x, {}), here.where)
@@ -305,4 +316,5 @@ class _Pooling:
             sharded = shard_window(window, cut.shards if cut else 1, mode)
             dims.append(WindowedDim(dim, sharded, cut.axis_name if cut else None, mode))
         out = WindowReduction(tuple(dims), self.computation)(at, x.array)
-        return Block(out, self.cuts, dict.fromkeys(self.cuts, NONE), dict.fromkeys(self.cuts, ANYTHING))
+        found = Block(out, self.cuts, dict.fromkeys(self.cuts, NONE), dict.fromkeys(self.cuts, ANYTHING))
+        return self._finite(here, found)

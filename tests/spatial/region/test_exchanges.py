@@ -56,13 +56,13 @@ def test_permutes_of_a_stack(every, permutes, image, kernels, want, mesh_for):
     assert sk.collectives(jax.jit(forward), image, kernels).by_kind() == {"collective_permute": permutes}
 
 
-@pytest.mark.parametrize(("every", "permutes"), [(1, 8), (2, 4), (4, 2), (9, 2)])
+@pytest.mark.parametrize(("every", "permutes"), [(1, 8), (2, 4), (4, 2), pytest.param(9, 2, marks=pytest.mark.slow)])
 def test_permutes_of_a_stencil(every, permutes, image, mesh_for):
     found = check(diffuse, image, mesh=mesh_for({"sp": 4}), axes=W, every=every)
     assert found.report.by_kind() == {"collective_permute": 2 * permutes}
 
 
-@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("every", [2, 4, pytest.param(1, marks=pytest.mark.slow)])
 def test_permutes_of_a_loop(every, image, mesh_for):
     # In the text of the program a loop's turn stands once.
     found = check(looped, image, mesh=mesh_for({"sp": 4}), axes=W, every=every)
@@ -77,17 +77,17 @@ def test_auto_is_right(image, kernels, want, mesh_for):
     assert not others(found.report)
 
 
-def test_corners_take_two_passes(image, kernels, mesh_for):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_corners_take_two_passes(every, image, kernels, want, mesh_for):
     mesh = mesh_for({"a": 2, "b": 4})
-    for every in (1, 4):
-        found = check(stack, image, kernels, mesh=mesh, axes={"a": "H", "b": "W"}, every=every)
-        assert sk.placements(found.out) == (sk.Shard(1), sk.Shard(2))
-        # On two devices both neighbours are one: a permute each way all the same.
-        assert found.report.count("collective_permute") == 2 * 4 * (4 // every)
-        assert not others(found.report)
+    found = check(stack, image, kernels, mesh=mesh, axes={"a": "H", "b": "W"}, every=every, want=want)
+    assert sk.placements(found.out) == (sk.Shard(1), sk.Shard(2))
+    # On two devices both neighbours are one: a permute each way all the same.
+    assert found.report.count("collective_permute") == 2 * 4 * (4 // every)
+    assert not others(found.report)
 
 
-@pytest.mark.parametrize("size", [16, 13, 3])
+@pytest.mark.parametrize("size", [13, pytest.param(16, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_margins_wider_than_the_neighbours_block(size, image, mesh_for):
     """Six layers reach six elements: over three blocks of two, or all of them."""
     kernels = kernels_of(np.random.default_rng(1), *[(1, 3, 2, 2)] * 6)
@@ -95,7 +95,8 @@ def test_margins_wider_than_the_neighbours_block(size, image, mesh_for):
     check(stack, image[:, :1, :size], kernels, mesh=mesh, axes=W, every=6)
 
 
-def test_a_u_net(image, mesh_for):
+@pytest.mark.parametrize(("every", "permutes"), [(3, 2), pytest.param(1, 6, marks=pytest.mark.slow)])
+def test_a_u_net(every, permutes, image, mesh_for):
     def net(x, ks):
         first = jax.nn.relu(conv(x, ks[0]))
         down = jax.lax.reduce_window(first, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -105,9 +106,8 @@ def test_a_u_net(image, mesh_for):
 
     ks = kernels_of(np.random.default_rng(1), (3, 3, 2, 4), (3, 3, 4, 4), (2, 2, 4, 4), (3, 3, 8, 2))
     image = np.concatenate([image, image], 2)
-    for every, permutes in ((1, 6), (3, 2)):
-        found = check(net, image, ks, mesh=mesh_for({"sp": 4}), axes=W, every=every)
-        assert found.report.by_kind() == {"collective_permute": 2 * permutes, "all_reduce": 1}
+    found = check(net, image, ks, mesh=mesh_for({"sp": 4}), axes=W, every=every)
+    assert found.report.by_kind() == {"collective_permute": 2 * permutes, "all_reduce": 1}
 
 
 def test_norms_sum_and_nothing_else(image, kernels, mesh_for):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.spatial.region.programs import check_program, draw
 
-CI_SEEDS = [9, 16, 24, 38, 101]
+CI_SEEDS = [101, 25, 12]
 FULL_SWEEP = 300
 
 
@@ -17,7 +17,7 @@ def test_random_programs(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1000 + FULL_SWEEP))
+@pytest.mark.parametrize("seed", range(FULL_SWEEP))
 def test_random_programs_in_full(seed):
     check_program(draw(seed), "explicit" if seed % 4 == 3 else "auto")
     if seed % 32 == 31:
