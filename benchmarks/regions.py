@@ -1,4 +1,4 @@
-"""Regions against XLA's own partitioner and against ring convolutions layer by layer: whole programs, forward and backward.
+"""Regions against XLA's own partitioner and against ring convolutions layer by layer, forward and backward.
 
     python benchmarks/regions.py                          # everything that isn't stored yet
     python benchmarks/regions.py --targets tpu:v5e:2x4    # these targets only, measured again
@@ -7,14 +7,15 @@
     python benchmarks/regions.py --rewrite                # the tables of README.md from the stored results
 
 A TPU's compiler gives cycles and temporaries, a GPU's temporaries; CPU programs are timed in turns. Programs: the four
-layers of described.py in its regimes; three 3 x 3 x 3 layers on a volume cut in D and W; one step of a U-Net (group norm,
-max pooling, transposed convolutions, skips) on images cut in W. Described targets need the extras tpu-target and
+layers of described.py in its regimes; three 3 x 3 x 3 layers on a volume cut in D and W; one step of a U-Net (group
+norm, max pooling, transposed convolutions, skips) on images cut in W. Described targets need the extras tpu-target and
 gpu-target; XLA's own U-Net takes the TPU's compiler ten minutes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -218,7 +219,7 @@ def timed(program: str, forms: list[str], axes: dict[str, int], build: Callable,
     built = {form: build(mesh, form) for form in forms}
     rows = {form: compiled_row("cpu", program, form, mesh, b) for form, b in built.items()}
     arguments = filled(built[forms[0]][1])
-    run = {form: (lambda f=jax.jit(b[0]): f(*arguments)) for form, b in built.items()}
+    run = {form: functools.partial(jax.jit(b[0]), *arguments) for form, b in built.items()}
     for form, wall in in_turns(run, rounds).items():
         rows[form].wall_ms = wall
     return list(rows.values())
@@ -229,11 +230,11 @@ def timed(program: str, forms: list[str], axes: dict[str, int], build: Callable,
 
 def curve() -> list[list[str]]:
     """The cost model's seconds over ``exchange_every``, of eight 3 x 3 layers on ever smaller blocks of 256 chips."""
+    from shardkit.spatial.region.block import CutDim
     from shardkit.spatial.region.choose import seconds
     from shardkit.spatial.region.graph import graph_of
     from shardkit.spatial.region.plan import Setting, plan_graph
     from shardkit.spatial.region.platforms import platform_figures
-    from shardkit.spatial.region.block import CutDim
 
     rows = []
     for target in ("tpu:v5e:16x16", "tpu:v5p:4x8x8"):
@@ -331,8 +332,8 @@ def main() -> None:
             else:
                 mesh = described.mesh_for(target, axes)
                 found = [compiled_row(target, program, f, mesh, build(mesh, f)) for f in wanted]
+            rows = load() | {row.key: row for row in found}  # another of these may be running
             for row in found:
-                rows[row.key] = row
                 Console().print(*cells(row, rows.get((row.target, row.program, XLA))))
             if not given.dry:
                 save(rows)

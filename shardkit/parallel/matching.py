@@ -150,9 +150,9 @@ class Matcher:
         everything = takes_everything(pattern)
         kinds = self._framework.kinds(item, everything)
         kind = self._framework.kind_of(layer)
-        if isinstance(item, ConvParallel) and not everything and kind not in self._framework.spatial:
-            if self._framework.holds_spatial(layer):
-                return True
+        no_layer = isinstance(item, ConvParallel) and not everything and kind not in self._framework.spatial
+        if no_layer and self._framework.holds_spatial(layer):
+            return True  # a module that becomes one region
         if kinds is not None and kind not in kinds:
             if issubclass(kind, kinds):
                 text = f"{path!r} is a {kind.__name__}, a subclass with code of its own: it is left alone"

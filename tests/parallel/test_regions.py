@@ -59,6 +59,7 @@ def collectives(model: Any, x: Any) -> dict[str, int]:
     return dict(found.by_kind())
 
 
+@pytest.mark.not_smoke
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_as_on_one_device(axis_types):
     mesh, x = sk.make_mesh({"dp": 2, "sp": 4}, axis_types=axis_types), images()
@@ -67,13 +68,13 @@ def test_as_on_one_device(axis_types):
     step = nnx.jit(nnx.value_and_grad(loss))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):  # running statistics and the dropout's counter go on
+        for _ in range(2 if axis_types == "auto" else 1):  # running statistics and the dropout's counter go on
             value, grads = nnx.value_and_grad(loss)(plain, x)
             got, found = step(model, x) if axis_types == "auto" else _set(mesh, step, model, x)
             close(value, got)
             close(grads, found)
     close(plain.encoder.norm1.mean[...], model.encoder.norm1.mean[...])
-    assert int(model.encoder.drop.rngs.count[...]) == 2
+    assert int(model.encoder.drop.rngs.count[...]) == int(plain.encoder.drop.rngs.count[...])
     kinds = collectives(model, x) if axis_types == "auto" else {}
     assert not set(kinds) & {"all_gather", "all_to_all", "reduce_scatter"}
     assert kinds.get("collective_permute", 0) <= 6  # two convolutions; one of stride 2 reads on one side
@@ -90,10 +91,11 @@ def test_what_is_no_array_is_part_of_the_program():
     model = sk.parallelize(Encoder(nnx.Rngs(0)), {"": sk.ConvParallel("sp", "W")}, mesh)
     scale = jnp.float32(3.0)
     close(plain(x, scale, double=True), model(x, scale, double=True))
-    out = jax.jit(lambda x: nnx.merge(*nnx.split(model))(x, scale))(x)
+    out = jax.jit(lambda x: nnx.merge(*nnx.split(model), copy=True)(x, scale))(x)
     assert sk.placements(out)[0] == sk.Shard(2)
 
 
+@pytest.mark.not_smoke
 def test_falls_back_to_its_layers_and_says_why():
     mesh, x = sk.make_mesh({"sp": 4}), images()
     plain = Net(nnx.Rngs(0), sorts=True)
@@ -103,6 +105,7 @@ def test_falls_back_to_its_layers_and_says_why():
     close(loss(plain, x), got)
 
 
+@pytest.mark.not_smoke
 def test_masks_of_a_spread_batch():
     """With keys="shared" only a layer's twin knows which examples it has."""
     mesh, x = sk.make_mesh({"dp": 2, "sp": 4}), images()
@@ -113,10 +116,10 @@ def test_masks_of_a_spread_batch():
         net.encoder.norm1.use_running_average = True
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def of(params: Any, rest: Any, x: Any) -> Any:
+    def of(params: Any, x: Any) -> Any:
         return loss(nnx.merge(graph, params, rest, copy=True), x)
 
-    value, _ = jax.jit(sk.value_and_grad(of, batch_axes={"dp": 2}, keys="shared", mesh=mesh))(params, rest, x)
+    value, _ = jax.jit(sk.value_and_grad(of, batch_axes="dp", keys="shared", mesh=mesh))(params, x)
     close(loss(plain, x), value)
 
 

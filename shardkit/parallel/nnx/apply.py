@@ -119,7 +119,7 @@ Chosen = Mapping[str, tuple[LayerPlan, ...]]
 
 
 def _regions_spread(chosen: Chosen, layers: Mapping[str, Any]) -> dict[str, tuple[LayerPlan, ...]]:
-    """``ConvParallel`` on a whole module told to the layers in it, too: they run one by one where it can't be a region."""
+    """``ConvParallel`` on a whole module told to its layers, too: they run one by one where it can't be a region."""
     result = dict(chosen)
     for path, items in chosen.items():
         plan = find_plan(items, ConvParallel)

@@ -56,8 +56,8 @@ def tune_conv(
     between where its output can be its input again (so that changes of layout between layers count), else of one. On
     devices that are here the forms are timed in turns, on arrays of these shapes (the arrays given aren't read). On a
     described TPU (``sk.target_mesh``) the compiler's estimates of cycles decide, on another described target the bytes
-    of temporaries a device. Of forms as good as the best (within 5% of wall time, 1.5% of cycles, 0.5% of temporaries) the one with the least
-    temporaries is chosen (not where times decide, which vary more), then the plainer one.
+    of temporaries a device. Of forms as good as the best (within 5% of wall time, 1.5% of cycles, 0.5% of temporaries)
+    the one with the least temporaries is chosen (not where times decide, which vary more), then the plainer one.
     ``with sk.spatial.forms(result)`` uses what was found.
 
     Args:

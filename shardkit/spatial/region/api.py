@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -247,14 +248,14 @@ class _Call:
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _has(dim: Any, ndim: int, letters: Mapping[str, int]) -> bool:
     """An array of this rank has the dim; arrays that don't are whole (the time of a simulation, say)."""
     if isinstance(dim, str):
         return dim in letters or ndim > 2  # an unknown letter is an error there
-    return not isinstance(dim, int | np.integer) or -ndim <= dim < ndim
+    return not isinstance(dim, int | np.integer) or bool(-ndim <= dim < ndim)
 
 
 def _check_axes(axes: Any, mesh: Any) -> None:
@@ -271,7 +272,7 @@ def _entries(array: Any, given: _Input, mesh: Any) -> tuple[Any, ...]:
     for dim, entry in enumerate(entries):
         kept = tuple(n for n in entry_names(entry) if n not in named)
         whole = given.shape[dim] % max(1, int(np.prod([mesh.shape[n] for n in kept])))
-        entries[dim] = None if not given.cuts or whole or not kept else (kept if len(kept) > 1 else kept[0])
+        entries[dim] = None if not given.cuts or whole or not kept else (kept[0] if len(kept) == 1 else kept)
     for dim, cut in given.cuts:
         entries[dim] = None if cut.manual else cut.axis_name
     return tuple(entries)

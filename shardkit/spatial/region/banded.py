@@ -1,4 +1,4 @@
-"""Products with a known matrix of few entries a column, along a blocked dim: resizing, differences, lists of positions."""
+"""Products with a known matrix of few entries a column, along a blocked dim: resizing, lists of positions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def banded(node: Node, lies: Sequence[Cuts]) -> Step | None:
     work = matrix_step_run(matrix, cut, dim, node.params["precision"])
     dtype = node.outputs[0].aval.dtype
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = operands[at]
         assert isinstance(x, Block)
         x = cleared(out_of_chunks(cropped(x, {}), here.where), here.where)

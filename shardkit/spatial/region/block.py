@@ -303,7 +303,8 @@ def part_of(whole: Array, like: Block, where: Where) -> Array:
 def part_along(whole: Array, like: Block, moves: Mapping[int, int], where: Where) -> Array:
     """This device's part of a whole array of which dims become dims of ``like``, as ``moves`` says; not of chunks."""
     source = {to: d for d, to in moves.items() if to in like.cuts}
-    margins, beyond = ({d: kept[to] for to, d in source.items()} for kept in (like.margins, like.beyond))
+    margins = {d: like.margins[to] for to, d in source.items()}
+    beyond = {d: like.beyond[to] for to, d in source.items()}
     lies = Block(whole, {d: like.cuts[to] for to, d in source.items()}, margins, beyond)
     return part_of(whole, lies, where)
 

@@ -35,8 +35,8 @@ def refuse(node: Node) -> None:
     where = node.source or "an unknown line"
     if node.name in _CALLBACKS:
         raise NotImplementedError(
-            f"region: {node.name} at {where} calls back to the host with a value that lies in blocks, once a device and "
-            "in no order; take it out of the function, or return the value and look at it outside"
+            f"region: {node.name} at {where} calls back to the host with a value that lies in blocks, once a device "
+            "and in no order; take it out of the function, or return the value and look at it outside"
         )
     if node.name == "shard_map":
         raise NotImplementedError(
@@ -97,7 +97,7 @@ def _custom_jvp(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: Plan
     twice = [*lies, *(c for c, d in zip(lies, differentiable, strict=True) if d)]
 
     def planned(asked: Any = None) -> tuple[Graph, Any]:
-        """The rule of the derivative: often it calls the function again, whose own isn't asked for before it's needed."""
+        """The rule of the derivative: often it calls the function again, whose own isn't asked for before that."""
         with _within_a_derivative():
             tangents = _tangents(node, differentiable)
             return tangents, plan_graph(tangents, [{}] * len(tangents.consts) + twice, setting, asked)
@@ -110,7 +110,7 @@ def _custom_jvp(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: Plan
             return None
         stays = stays and both.stays
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         held = list(operands)
         for i, links in enumerate(step.links):
             if isinstance(held[i], Block):
@@ -212,7 +212,7 @@ def _remat(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: PlanGraph
     plan = plan_graph(node.body, lies, setting)
     cuts = tuple(plan.lies.get(v.number, {}) for v in node.body.outputs)
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         held = [cropped(o, {}) if isinstance(o, Block) else o for o in operands]
         shown = _Shown(held)
 
@@ -250,9 +250,9 @@ def _scan(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: PlanGraph)
     first = plans[every]
     made = [first.lies.get(v.number, {}) for v in first.graph.outputs[carry : carry + len(node.outputs) - carry]]
     made = made if length else [{} for _ in made]
-    cuts = tuple([*held, *({d + 1: c for d, c in m.items()} for m in made)])
+    cuts = (*held, *({d + 1: c for d, c in m.items()} for m in made))
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         loop = _Loop(here, consts, carry, reverse, node.params["unroll"])
         shapes = [v.shape for v in node.outputs[carry:]]
         dtypes = [v.aval.dtype for v in node.outputs[carry:]]
@@ -296,7 +296,7 @@ class _Loop:
     def run(
         self,
         plans: Any,
-        operands: Sequence[Held],
+        operands: Sequence[Any],
         lies: Sequence[Cuts],
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[Any],

@@ -109,7 +109,8 @@ class _Reader:
 
     def value(self, atom: Any, env: Mapping[Any, Value]) -> Value:
         if isinstance(atom, jex_core.Literal):
-            return Value(atom.aval, constant=np.asarray(atom.val, atom.aval.dtype))
+            kind: Any = atom.aval
+            return Value(kind, constant=np.asarray(atom.val, kind.dtype))
         return env[atom]
 
     def read(self, jaxpr: Any, env: dict[Any, Value], outer: tuple[Frame, ...]) -> None:
@@ -171,7 +172,9 @@ def _one_dim_at_a_time(name: str, params: Mapping[str, Any], shape: tuple[int, .
         config = params["padding_config"]
         for dim, widths in enumerate(config):
             if tuple(widths) != (0, 0, 0):
-                found.append({**params, "padding_config": tuple(w if d == dim else (0, 0, 0) for d, w in enumerate(config))})
+                found.append(
+                    {**params, "padding_config": tuple(w if d == dim else (0, 0, 0) for d, w in enumerate(config))}
+                )
         return found
     begins, ends, strides = params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape)
     held = list(shape)

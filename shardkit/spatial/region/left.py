@@ -19,17 +19,32 @@ from shardkit.varying import alike
 
 
 def put_together(here: Any, x: Held) -> Whole:
-    """A value that every device holds; its type doesn't say that they're equal (see ``everywhere``)."""
+    """A value that every device holds, and whose type says so: what is traced for whole values needs that.
+
+    Blocks are summed, each with zeros around it: one all-reduce, and nothing on the way back.
+    """
     if isinstance(x, Whole):
         return x
     block = out_of_chunks(cropped(x, {}), here.where)
-    array, shape = block.array, list(block.array.shape)
+    shape, offsets = list(block.array.shape), [0] * block.array.ndim
     for dim, cut in block.cuts.items():
-        with scopes.scope(scopes.RESHARD):
-            array = lax.all_gather(array, cut.axis_name, axis=dim, tiled=True)
-        array = lax.slice_in_dim(array, 0, cut.size, axis=dim)
-        shape[dim] = cut.size
-    return Whole(array, tuple(shape))
+        shape[dim], offsets[dim] = cut.block * cut.shards, here.where(cut.axes) * cut.block
+    offsets = [jnp.asarray(o, np.int32) for o in offsets]
+    zeros, array, *offsets = alike([jnp.zeros(shape, block.array.dtype), block.array, *offsets])
+    names = tuple(a for cut in block.cuts.values() for a in cut.axes)
+    array = everywhere(_sum(lax.dynamic_update_slice(zeros, array, offsets), names), here.names, here)
+    array = lax.slice(
+        array, [0] * array.ndim, [block.cuts[d].size if d in block.cuts else n for d, n in enumerate(shape)]
+    )
+    return Whole(array, tuple(array.shape))
+
+
+def _sum(x: Array, names: tuple[str, ...]) -> Array:
+    """Over mesh axes, where all but one device have zeros: no type is too narrow."""
+    kinds = [(np.bool_, np.int32), (np.float16, np.float32), (jnp.bfloat16, np.float32)]
+    wide = next((w for narrow, w in kinds if x.dtype == narrow), x.dtype)
+    with scopes.scope(scopes.RESHARD):
+        return lax.psum(x.astype(wide), names).astype(x.dtype)
 
 
 def everywhere(x: Array, names: Sequence[str], here: Any) -> Array:
@@ -40,29 +55,16 @@ def everywhere(x: Array, names: Sequence[str], here: Any) -> Array:
     mine = jnp.ones((), bool)
     for name in names:
         mine = mine & (here.where((name,)) == 0)
-    wide = x.astype(np.int32) if x.dtype == np.bool_ else x
-    with scopes.scope(scopes.RESHARD):
-        return lax.psum(jnp.where(mine, wide, jnp.zeros((), wide.dtype)), tuple(names)).astype(x.dtype)
+    return _sum(jnp.where(mine, x, jnp.zeros((), x.dtype)), tuple(names))
 
 
 def leave(node: Node, inputs: Sequence[Any], lies: Sequence[Cuts], why: str) -> Step:
     """The operation on whole values, all of it on every device."""
 
-    traced = node.body is not None or any(map(_is_function, node.params.values()))
-
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
-        arrays = [put_together(here, o).value for o in operands]
-        if traced:  # for whole values, whose types said so
-            arrays = [everywhere(a, here.names, here) for a in arrays]
-        return bound(node, arrays)
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+        return bound(node, [put_together(here, o).value for o in operands])
 
     return Step(node, LEFT, tuple(inputs), ({},) * len(node.outputs), ((),) * len(inputs), run, node.outputs, why)
-
-
-def _is_function(param: Any) -> bool:
-    """A parameter that is a traced function, or several."""
-    parts = param if isinstance(param, tuple | list) else (param,)
-    return any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in parts)
 
 
 def bound(node: Node, arrays: Sequence[Array]) -> list[Whole]:

@@ -31,9 +31,12 @@ from shardkit.spatial.region.step import LOCAL, Ensure, Held, Link, Step, Wants
 # they're given that: a derivative of zero times infinity would reach whatever else the value came of.
 SMOOTH_AT = {
     **dict.fromkeys(
-        ("acos", "asin", "atan2", "atanh", "cbrt", "digamma", "div", "erf_inv", "igamma", "igammac", "igamma_grad_a"), 0.5
+        ("acos", "asin", "atan2", "atanh", "cbrt", "digamma", "div", "erf_inv", "igamma", "igammac", "igamma_grad_a"),
+        0.5,
     ),
-    **dict.fromkeys(("lgamma", "log", "log1p", "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sqrt"), 0.5),
+    **dict.fromkeys(
+        ("lgamma", "log", "log1p", "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sqrt"), 0.5
+    ),
     **dict.fromkeys(("acosh", "zeta"), 2.0),
     "integer_pow": 0.5,
     "rem": 0.5,
@@ -68,7 +71,7 @@ def local_step(
       note: for people.
     """
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         at = [i for i, o in enumerate(operands) if isinstance(o, Block)]
         found = {}
         for i in at:
@@ -93,7 +96,7 @@ def local_step(
                 lies,
                 {d: widths.get(d, NONE) for d in lies},
                 {d: _beyond(found, links, d) for d in lies},
-                moved or None,
+                moved if isinstance(moved, InChunks) else None,
             )
             for lies in cuts
         ]
@@ -104,7 +107,8 @@ def local_step(
                 same = {d: d for d in results[0].cuts if spread == "shape" and d not in found[i].cuts}
                 arrays.append(part_along(found[i].array, results[0], same, here.where))
             elif spread == "moved":
-                others = links[i].others if isinstance(links[i], Links) else {}
+                gone = links[i]
+                others = gone.others if isinstance(gone, Links) else {}
                 arrays.append(part_along(operand.value, results[0], others, here.where))
             elif spread:
                 x = operand.array if spread == "shape" else operand.value
@@ -122,7 +126,7 @@ def local_step(
 
 
 def _each_image(x: Array, shape: tuple[int, ...], chunks: InChunks | None) -> Array:
-    """One image that stands for all, once for each where it is cut into chunks: they lie in the batch with the others."""
+    """One image that stands for all, once for each where it is cut into chunks: these lie in the batch."""
     if chunks is None or x.shape[chunks.dim] == 1 or x.shape[chunks.batch] == shape[chunks.batch]:
         return x
     return jnp.broadcast_to(x, (*x.shape[: chunks.batch], shape[chunks.batch], *x.shape[chunks.batch + 1 :]))

@@ -1,8 +1,8 @@
 """How far a device must see beyond its own elements, and how far what it computes then reaches.
 
 Pure integer arithmetic: no JAX, no arrays. A dim of ``size`` elements lies in ``shards`` blocks of ``b = ceil(size /
-shards)``. With a *margin* ``(lo, hi)`` shard ``i`` holds elements ``[i*b - lo, (i+1)*b + hi)``. A window eats margin: how
-much, and what is left of it, is the same on every shard where strides and blocks agree (``is_regular``).
+shards)``. With a *margin* ``(lo, hi)`` shard ``i`` holds elements ``[i*b - lo, (i+1)*b + hi)``. A window eats margin:
+how much, and what is left of it, is the same on every shard where strides and blocks agree (``is_regular``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From a graph to steps on blocks: which operations stay in the layout, what each eats of margins, when to exchange.
 
-Operations are taken in order; each is asked of the rules. Then margins are planned backwards: a *level* counts the windows
-since the last exchange, ``every`` levels make a group, and where a value goes from one group into a later one, what the
-later group will want of it in all is fetched at once.
+Operations are taken in order; each is asked of the rules. Then margins are planned backwards: a *level* counts the
+windows since the last exchange, ``every`` levels make a group, and where a value goes from one group into a later one,
+what the later group will want of it in all is fetched at once.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def _adds_a_dim(node: Node) -> int | None:
 def _whole(node: Node) -> Step:
     calls.refuse(node)
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         if node.name == "broadcast_in_dim":
             return [_spread(node, operands[0])]  # type: ignore[arg-type]
         if node.name in pointwise.NAMES and not node.primitive.multiple_results:
@@ -392,7 +392,7 @@ def _gathered_view(node: Node, view: _View, cuts: Cuts, output: Value) -> Step:
 
     from shardkit.spatial.region.left import put_together
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = put_together(here, operands[0]).value
         out = jnp.take(x, np.maximum(view.index, 0), axis=view.dim)
         shape = [1] * out.ndim
@@ -456,7 +456,7 @@ def with_margins(plan: Plan, every: int, wants: Sequence[Wants] | None = None) -
 
 
 def _sink(plan: Plan, group: dict[int, int]) -> None:
-    """Steps in place that only later groups read go into the first of these, if what they read is fetched for it anyway.
+    """Steps in place that only later groups read go into the first of these, if what they read is fetched for it.
 
     Else both what they read and what they make would travel.
     """
@@ -501,7 +501,7 @@ def wanted(plan: Plan, step: Step) -> dict[int, Margin]:
 
 
 def mode_of(plan: Plan, step: Step, link: Link) -> str:
-    """How the margin that a link needs goes on beyond the ends: as its window reads, else as the results' readers do."""
+    """How the margin a link needs goes on beyond the ends: as its window reads, else as the results' readers do."""
     if link.window is not None:
         return link.mode
     modes = {plan.modes.get(v.number, {}).get(link.result, ZEROS) for v in step.outputs}

@@ -1,4 +1,4 @@
-"""What links and chips of a platform take, for the choice of how often to exchange. Orders of magnitude, from data sheets.
+"""What links and chips of a platform take, for the choice of how often to exchange: orders of magnitude.
 
 Only ratios of these matter: between the time a message takes to begin with, and the work of a rim that is done twice.
 """

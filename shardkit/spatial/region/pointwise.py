@@ -143,7 +143,7 @@ def is_relu(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    called = node.params.get("call_jaxpr")
+    called: Any = node.params.get("call_jaxpr")
     return str(called.eqns[0].params.get("name", "")) if getattr(called, "eqns", None) else ""
 
 

@@ -38,7 +38,7 @@ def reduction(node: Node, lies: Sequence[Cuts]) -> Step | None:
     links = tuple(Link(d, kept[d], c.shards) for d, c in cuts.items() if d in kept)
     names = tuple(a for d, c in cuts.items() if d in axes for a in c.axes)
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = ensure(0) if links else operands[0]
         assert isinstance(x, Block)
         x = cropped(x, {link.source: wants.get(link.result, NONE) for link in links})

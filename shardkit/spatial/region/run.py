@@ -40,7 +40,7 @@ class _Ensure:
     here: Any
     step: Step
     want: Wants
-    operands: Sequence[Held]
+    operands: Sequence[Any]
     env: dict[int, Held]
 
     def _needs(self, operand: int) -> tuple[dict[int, Any], dict[int, str]]:

@@ -88,9 +88,9 @@ class Ensure(Protocol):
 
 
 class Run(Protocol):
-    """Carries a step out: operands as they are, margins wanted of the results, and what fetches an operand's margins."""
+    """Carries a step out: operands as they are, margins wanted of results, and what fetches an operand's margins."""
 
-    def __call__(self, here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure, /) -> Sequence[Held]: ...
+    def __call__(self, here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure, /) -> Sequence[Held]: ...
 
 
 @dataclasses.dataclass(eq=False)

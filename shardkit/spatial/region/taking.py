@@ -31,7 +31,7 @@ from shardkit.spatial.windows import Window
 
 
 def taken(node: Node, base: Value, cuts: Cuts, dim: int, index: np.ndarray, output: Value) -> Step | None:
-    """A step that lays out ``base`` with positions ``index`` of its blocked ``dim``; None where nothing but a gather does."""
+    """A step that lays out ``base`` with positions ``index`` of its blocked ``dim``; None where only a gather does."""
     cut, size = cuts[dim], cuts[dim].size
     result = {**cuts, dim: dataclasses.replace(cut, size=len(index))}
     found = as_extension(index, size)
@@ -71,7 +71,7 @@ def _in_place(
     moving = Link(dim, dim, cuts[dim].shards, window, mode)
     links = tuple(moving if d == dim else Link(d, d, c.shards) for d, c in cuts.items())
 
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = ensure(0)
         others = {link.source: link for link in links}
         x = ready(x, others, wants, x.chunks.batch if x.chunks else -1, here)
@@ -93,7 +93,7 @@ def _in_place(
 
 
 def _by_itself(node: Node, base: Value, cuts: Cuts, result: Cuts, work: Any, output: Value) -> Step:
-    def run(here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = operands[0]
         assert isinstance(x, Block)
         x = cleared(out_of_chunks(cropped(x, {}), here.where), here.where)

@@ -19,7 +19,7 @@ ZERO = -1  # in a list of positions: no element, a zero
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """Positions ``offset + [0, length)`` of a dim of ``size`` elements that goes on beyond its ends as ``mode`` says."""
+    """Positions ``offset + [0, length)`` of a dim of ``size`` elements that goes on beyond its ends by ``mode``."""
 
     offset: int
     length: int

@@ -76,7 +76,8 @@ def convolution(node: Node, lies: Sequence[Cuts], views: Mapping[int, Extension]
             in_shape[dim],
             kernel_shape[taps],
             p["window_strides"][i],
-            *p["padding"][i],
+            p["padding"][i][0],
+            p["padding"][i][1],
             p["lhs_dilation"][i],
             p["rhs_dilation"][i],
         )
@@ -127,7 +128,7 @@ class _Convolution:
     cuts: Cuts
     regular: bool
 
-    def __call__(self, here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def __call__(self, here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x, kernel = operands[0], operands[1].value
         base = dataclasses.replace(self.base, split_groups=here.free and self.base.feature_groups > 1)
         moving = [link for link in self.links if link.window is not None]
@@ -259,7 +260,8 @@ def pooling(node: Node, lies: Sequence[Cuts], views: Mapping[int, Extension]) ->
             size,
             p["window_dimensions"][dim],
             p["window_strides"][dim],
-            *p["padding"][dim],
+            p["padding"][dim][0],
+            p["padding"][dim][1],
             p["base_dilation"][dim],
             p["window_dilation"][dim],
         )
@@ -285,7 +287,7 @@ class _Pooling:
     cuts: Cuts
     regular: bool
 
-    def __call__(self, here: Any, operands: Sequence[Held], wants: Wants, ensure: Ensure) -> Sequence[Held]:
+    def __call__(self, here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         if not self.regular:
             return [self._by_itself(here, operands[0])]
         fill = None if self.computation is lax.add else identity(self.computation, operands[0].array.dtype)

@@ -243,9 +243,8 @@ def _run(
     if name != "nearest":
         small = jax.ShapeDtypeStruct((1,), dtype)
         dtype = np.dtype(jax.eval_shape(lambda a: jax.image.resize(a, (1,), name), small).dtype)
-    steps = [
-        Resampler(d, operand.axis_name(d), operand.shards(d), dims[d]) for d in sorted(dims, key=lambda d: _growth(dims[d]))
-    ]
+    order = sorted(dims, key=lambda d: _growth(dims[d]))
+    steps = [Resampler(d, operand.axis_name(d), operand.shards(d), dims[d]) for d in order]
     op = _Resize(tuple(steps), dtype, precision)
     return run_block_op(op, operand, out_shape, mixed=tuple(dims), what=what)
 

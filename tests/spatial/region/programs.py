@@ -21,7 +21,7 @@ from shardkit.spatial.region.plan import Plan
 LETTERS = {1: "W", 2: "HW", 3: "DHW"}
 
 
-def conv(x, kernel, strides=1, padding="SAME", **more):
+def conv(x: Any, kernel: Any, strides: Any = 1, padding: Any = "SAME", **more: Any) -> Any:
     """Channels-last convolution of any rank; numbers stand for all dims."""
     rank = x.ndim - 2
     letters = LETTERS[rank]
@@ -284,14 +284,16 @@ def check(fun, *args, mesh, axes, every=1, want=None, what="", tolerance=1e-10) 
         plan = plan_of(made, *args)
     want = want or jax.jit(derivatives(fun))(*args)
     same((out, grads), want, what, tolerance)
-    return Checked(out, grads, read_collectives(compiled.as_text(), mesh), plan)
+    return Checked(out, grads, read_collectives(compiled.as_text() or "", mesh), plan)
 
 
 def check_program(program: Program, axis_types: str = "auto") -> Checked:
     """One drawn program; nothing is gathered where nothing left the layout."""
     mesh = sk.make_mesh(program.mesh, axis_types=axis_types)
     x = np.random.default_rng(1).normal(size=program.shape)
-    found = check(program.run, x, program.kernels(), mesh=mesh, axes=program.axes, every=program.every, what=str(program))
+    found = check(
+        program.run, x, program.kernels(), mesh=mesh, axes=program.axes, every=program.every, what=str(program)
+    )
     if not found.plan.left and axis_types == "auto":
         for kind in ("all_to_all", "reduce_scatter"):
             assert found.report.count(kind) == 0, (str(program), str(found.report))

@@ -54,7 +54,9 @@ def test_one_dim_cut_by_two_axes(order, mesh_for):
     assert found.report.by_kind() == {"collective_permute": 4, "all_reduce": 1}
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [8, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_devices(devices, mesh_for):
     x, ks = RNG.normal(size=(1, 3, 16, 2)), kernels_of(RNG, (3, 3, 2, 2), (3, 3, 2, 2))
     found = check(stack, x, ks, mesh=mesh_for({"sp": devices}), axes=W)

@@ -87,7 +87,9 @@ def test_corners_take_two_passes(every, image, kernels, want, mesh_for):
     assert not others(found.report)
 
 
-@pytest.mark.parametrize("size", [13, pytest.param(16, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [13, pytest.param(16, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_margins_wider_than_the_neighbours_block(size, image, mesh_for):
     """Six layers reach six elements: over three blocks of two, or all of them."""
     kernels = kernels_of(np.random.default_rng(1), *[(1, 3, 2, 2)] * 6)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardkit.spatial.region.margins import NONE, given as margin_given
-from shardkit.spatial.region.margins import is_regular, needed, on_a_line, suffices, wider
+from shardkit.spatial.region.margins import NONE, is_regular, needed, on_a_line, suffices, wider
+from shardkit.spatial.region.margins import given as margin_given
 from shardkit.spatial.region.views import repeating
 from shardkit.spatial.windows import Window, block_size
 
