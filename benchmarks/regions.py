@@ -230,11 +230,11 @@ def timed(program: str, forms: list[str], axes: dict[str, int], build: Callable,
 
 def curve() -> list[list[str]]:
     """The cost model's seconds over ``exchange_every``, of eight 3 x 3 layers on ever smaller blocks of 256 chips."""
-    from shardkit.spatial.region.block import CutDim
-    from shardkit.spatial.region.choose import seconds
-    from shardkit.spatial.region.graph import graph_of
-    from shardkit.spatial.region.plan import Setting, plan_graph
-    from shardkit.spatial.region.platforms import platform_figures
+    from shardkit.spatial.regions.block import CutDim
+    from shardkit.spatial.regions.choose import seconds
+    from shardkit.spatial.regions.graph import graph_of
+    from shardkit.spatial.regions.plan import Setting, plan_graph
+    from shardkit.spatial.regions.platforms import platform_figures
 
     rows = []
     for target in ("tpu:v5e:16x16", "tpu:v5p:4x8x8"):

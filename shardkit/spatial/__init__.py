@@ -10,7 +10,7 @@ from shardkit.spatial.pad import ring_pad, ring_roll
 from shardkit.spatial.pooling.global_pool import ring_global_pool
 from shardkit.spatial.pooling.pool import ring_avg_pool, ring_max_pool, ring_min_pool, ring_reduce_window
 from shardkit.spatial.pooling.response_norm import ring_local_response_norm
-from shardkit.spatial.region import Region, RegionProgram, region
+from shardkit.spatial.regions import Region, RegionProgram, region
 from shardkit.spatial.resizing.resize import ring_resize, ring_scale_and_translate
 
 __all__ = [

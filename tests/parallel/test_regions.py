@@ -119,8 +119,14 @@ def test_masks_of_a_spread_batch():
     def of(params: Any, x: Any) -> Any:
         return loss(nnx.merge(graph, params, rest, copy=True), x)
 
-    value, _ = jax.jit(sk.value_and_grad(of, batch_axes="dp", keys="shared", mesh=mesh))(params, x)
+    with pytest.warns(UserWarning, match="masks of a spread batch"):
+        value, _ = jax.jit(sk.value_and_grad(of, batch_axes="dp", keys="shared", mesh=mesh))(params, x)
     close(loss(plain, x), value)
+    # Without masks of the whole batch it is one region in the region of the batch.
+    for net in (model, plain):
+        net.encoder.drop.deterministic = True
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    close(loss(plain, x), jax.jit(sk.value_and_grad(of, batch_axes="dp", mesh=mesh))(params, x)[0])
 
 
 def test_a_layer_of_its_own_plan_keeps_it():
@@ -131,6 +137,55 @@ def test_a_layer_of_its_own_plan_keeps_it():
     assert model.encoder.conv2.shardkit_plan.plan.mesh_axes == ("b",)
 
 
+def test_dims_that_images_do_not_have():
+    model = sk.parallelize(Net(nnx.Rngs(0)), {"encoder": sk.ConvParallel("sp", "D")}, sk.make_mesh({"sp": 2}))
+    with pytest.raises(ValueError, match=r"'encoder' .*no dim 'D'"):
+        model(images())
+
+
 def test_a_module_without_such_layers():
     with pytest.raises(ValueError, match="which ConvParallel doesn't know"):
         sk.parallelize(Net(nnx.Rngs(0)), {"head": sk.ConvParallel("sp", "W")}, sk.make_mesh({"sp": 2}))
+
+
+class Join(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, how: str = ""):
+        self.conv = nnx.Conv(6, 4, (3, 3), rngs=rngs)
+        self.how = how
+        self.calls = 0
+
+    def __call__(self, x: Any, skip: Any, bias: Any = None) -> Any:
+        y = self.conv(jnp.concatenate([x, skip], -1))
+        if self.how == "makes":
+            self.last = nnx.Intermediate(y)
+        if self.how == "counts":
+            self.calls += 1
+        return y if bias is None else y + bias
+
+
+def test_another_image_is_cut_as_the_first():
+    mesh, x, skip = sk.make_mesh({"sp": 4}), images(), images(1)
+    model = sk.parallelize(Join(nnx.Rngs(0)), {"": sk.ConvParallel("sp", "W")}, mesh)
+    close(Join(nnx.Rngs(0))(x, skip, bias=jnp.arange(4.0)), model(x, skip, bias=jnp.arange(4.0)))
+    graph, state = nnx.split(model)
+    report = sk.collectives(jax.jit(lambda s, a, b: nnx.merge(graph, s)(a, b)), state, x, skip)
+    assert dict(report.by_kind()) == {"collective_permute": 2}
+
+
+@pytest.mark.parametrize("how", ["makes", "counts"])
+def test_what_a_region_would_lose(how):
+    mesh, x, skip = sk.make_mesh({"sp": 4}), images(), images(1)
+    model = sk.parallelize(Join(nnx.Rngs(0), how), {"": sk.ConvParallel("sp", "W")}, mesh)
+    with pytest.warns(UserWarning, match="which a region would lose"):
+        got = model(x, skip)
+    close(Join(nnx.Rngs(0))(x, skip), got)
+    assert model.calls == (how == "counts") and hasattr(model, "last") == (how == "makes")
+
+
+def test_layers_with_plans_of_their_own():
+    mesh, x = sk.make_mesh({"a": 2, "b": 2}), images()
+    plan = {"encoder": sk.ConvParallel("a", "W"), "encoder/conv2": sk.ConvParallel("b", "W")}
+    model = sk.parallelize(Net(nnx.Rngs(0)), plan, mesh)
+    with pytest.warns(UserWarning, match="layers in it have plans of their own"):
+        got = model(x)
+    close(Net(nnx.Rngs(0))(x), got)

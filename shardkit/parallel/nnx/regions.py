@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from shardkit.arrays import Padded
 from shardkit.optim.examples import current_examples
 from shardkit.parallel.nnx.wrapping import own_class
 from shardkit.parallel.plans import Applied
-from shardkit.spatial.region.api import Region
+from shardkit.spatial.regions.api import Region
 
 _traced = contextvars.ContextVar("shardkit_region_traced", default=False)
 
@@ -56,36 +57,54 @@ class InRegion:
         """The module's call as a region, or layer by layer where the region would have to leave its layout."""
         if _traced.get():
             return run(*args, **kwargs)
-        if not args or not isinstance(args[0], jax.Array | Padded) or args[0].ndim < 3:
-            return run(*args, **kwargs)
-        if current_examples() is not None and any(isinstance(m, nnx.Dropout) for _, m in nnx.iter_graph(layer)):
-            return run(*args, **kwargs)  # its masks are those of the whole batch, which only its twin knows
-        x, *others = args
-        # What isn't an array (a flag of training, say) is part of the program.
-        leaves, tree = jax.tree.flatten((others, kwargs))
-        arrays = [a for a in leaves if isinstance(a, jax.Array)]
-        fixed = tuple(_ARRAY if isinstance(a, jax.Array) else a for a in leaves)
-        graph, state = nnx.split(layer)
-        call = _Call(graph, own_class(layer), tree, fixed, self.applied, x.ndim)
-        try:
-            region = _region(call)
-        except TypeError:  # something among the arguments doesn't hash: nothing is kept of it
-            region = _region.__wrapped__(call)
-        reasons = region.why_leaves(x, state, arrays)
+        reasons = _why_not(layer, args, self.applied)
+        if not reasons:
+            x, *others = args
+            # What isn't an array (a flag of training, say) is part of the program; other images are cut as the first.
+            leaves, tree = jax.tree.flatten((others, kwargs), is_leaf=lambda a: isinstance(a, Padded))
+            kinds = tuple(_kind(a, x.ndim) for a in leaves)
+            images = [x, *(a for a, kind in zip(leaves, kinds, strict=True) if kind == "image")]
+            arrays = [a for a, kind in zip(leaves, kinds, strict=True) if kind == "array"]
+            fixed = tuple(None if kind else a for a, kind in zip(leaves, kinds, strict=True))
+            graph, state = nnx.split(layer)
+            call = _Call(graph, own_class(layer), tree, kinds, fixed, self.applied, x.ndim)
+            try:
+                region = _region(call)
+            except TypeError:  # something among the arguments doesn't hash: nothing is kept of it
+                region = _region.__wrapped__(call)
+            reasons = region.why_leaves(images, state, arrays)
         if reasons:
             warnings.warn(
-                f"{self.applied.path!r} ({call.kind.__name__}) runs layer by layer, not as one region: "
+                f"{self.applied.path!r} ({own_class(layer).__name__}) runs layer by layer, not as one region: "
                 f"{'; '.join(reasons)}",
                 UserWarning,
                 stacklevel=4,
             )
             return run(*args, **kwargs)
-        result, changed = region(x, state, arrays)
+        result, changed = region(images, state, arrays)
         nnx.update(layer, changed)
         return result
 
 
-_ARRAY = object()  # among a call's arguments: this one is an array
+def _why_not(layer: Any, args: tuple[Any, ...], applied: Applied) -> list[str]:
+    """What a region of the module can't be for, before it's traced."""
+    if not args or getattr(args[0], "ndim", 0) < 3:
+        return ["its first argument is no image"]
+    problem = applied.plan.problem(args[0].ndim - 2)
+    if problem is not None:
+        raise ValueError(f"{applied.path!r} was given {args[0].shape}, and {problem}")
+    plans = {getattr(m, "shardkit_plan", applied).plan for _, m in nnx.iter_graph(layer) if m is not layer}
+    if plans - {applied.plan}:
+        return ["layers in it have plans of their own"]
+    if current_examples() is not None and any(isinstance(m, nnx.Dropout) for _, m in nnx.iter_graph(layer)):
+        return ['keys="shared": masks of a spread batch are its dropout layers\' own']
+    return []
+
+
+def _kind(a: Any, ndim: int) -> str:
+    if isinstance(a, jax.Array | np.ndarray | Padded):
+        return "image" if a.ndim == ndim else "array"
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +114,7 @@ class _Call:
     graph: Any
     kind: type
     tree: Any
+    kinds: tuple[str, ...]
     fixed: tuple[Any, ...]
     applied: Applied
     ndim: int
@@ -104,15 +124,19 @@ class _Call:
 def _region(call: _Call) -> Region:
     """The module's call as a function of its input, its variables and other arrays: the result, and what changed."""
 
-    def whole(x: Any, state: Any, arrays: Any) -> Any:
-        rest = iter(arrays)
-        more, named = jax.tree.unflatten(call.tree, [next(rest) if f is _ARRAY else f for f in call.fixed])
+    def whole(images: Any, state: Any, arrays: Any) -> Any:
+        x, *more = images
+        rest = {"image": iter(more), "array": iter(arrays)}
+        leaves = [next(rest[kind]) if kind else f for kind, f in zip(call.kinds, call.fixed, strict=True)]
+        others, named = jax.tree.unflatten(call.tree, leaves)
         before = {path: v.get_raw_value() for path, v in nnx.to_flat_state(state)}
         with _tracing():
             module = nnx.merge(call.graph, state, copy=True)
-            result = call.kind.__call__(module, x, *more, **named)
-        after = nnx.to_flat_state(nnx.state(module))
-        changed = [(path, v) for path, v in after if v.get_raw_value() is not before[path]]
+            result = call.kind.__call__(module, x, *others, **named)
+        graph, after = nnx.split(module)
+        if graph != call.graph:
+            raise NotImplementedError("its call sets attributes, or makes variables (sow), which a region would lose")
+        changed = [(path, v) for path, v in nnx.to_flat_state(after) if v.get_raw_value() is not before[path]]
         return result, nnx.from_flat_state(changed)
 
     return Region(whole, call.applied.plan.spatial_axes(call.ndim), call.applied.mesh, "auto")
