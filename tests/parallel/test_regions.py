@@ -166,7 +166,8 @@ class Join(nnx.Module):
 def test_another_image_is_cut_as_the_first():
     mesh, x, skip = sk.make_mesh({"sp": 4}), images(), images(1)
     model = sk.parallelize(Join(nnx.Rngs(0)), {"": sk.ConvParallel("sp", "W")}, mesh)
-    close(Join(nnx.Rngs(0))(x, skip, bias=jnp.arange(4.0)), model(x, skip, bias=jnp.arange(4.0)))
+    for bias in (jnp.arange(4.0), jnp.arange(16.0).reshape(4, 1, 1, 4)):  # of other sizes: no images
+        close(Join(nnx.Rngs(0))(x, skip, bias=bias), model(x, skip, bias=bias))
     graph, state = nnx.split(model)
     report = sk.collectives(jax.jit(lambda s, a, b: nnx.merge(graph, s)(a, b)), state, x, skip)
     assert dict(report.by_kind()) == {"collective_permute": 2}

@@ -62,7 +62,7 @@ class InRegion:
             x, *others = args
             # What isn't an array (a flag of training, say) is part of the program; other images are cut as the first.
             leaves, tree = jax.tree.flatten((others, kwargs), is_leaf=lambda a: isinstance(a, Padded))
-            kinds = tuple(_kind(a, x.ndim) for a in leaves)
+            kinds = tuple(_kind(a, x, self.applied) for a in leaves)
             images = [x, *(a for a, kind in zip(leaves, kinds, strict=True) if kind == "image")]
             arrays = [a for a, kind in zip(leaves, kinds, strict=True) if kind == "array"]
             fixed = tuple(None if kind else a for a, kind in zip(leaves, kinds, strict=True))
@@ -93,18 +93,20 @@ def _why_not(layer: Any, args: tuple[Any, ...], applied: Applied) -> list[str]:
     problem = applied.plan.problem(args[0].ndim - 2)
     if problem is not None:
         raise ValueError(f"{applied.path!r} was given {args[0].shape}, and {problem}")
-    plans = {getattr(m, "shardkit_plan", applied).plan for _, m in nnx.iter_graph(layer) if m is not layer}
-    if plans - {applied.plan}:
+    inner = [getattr(m, "shardkit_plan", applied) for _, m in nnx.iter_graph(layer) if m is not layer]
+    if any((p.plan, p.mesh) != (applied.plan, applied.mesh) for p in inner):
         return ["layers in it have plans of their own"]
     if current_examples() is not None and any(isinstance(m, nnx.Dropout) for _, m in nnx.iter_graph(layer)):
         return ['keys="shared": masks of a spread batch are its dropout layers\' own']
     return []
 
 
-def _kind(a: Any, ndim: int) -> str:
-    if isinstance(a, jax.Array | np.ndarray | Padded):
-        return "image" if a.ndim == ndim else "array"
-    return ""
+def _kind(a: Any, x: Any, applied: Applied) -> str:
+    """ "image": an array of the first one's size where that is cut; "array": another; "": none."""
+    if not isinstance(a, jax.Array | np.ndarray | Padded):
+        return ""
+    dims = applied.plan.spatial_axes(x.ndim).values()
+    return "image" if a.ndim == x.ndim and all(a.shape[d] == x.shape[d] for d in dims) else "array"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,4 +146,5 @@ def _region(call: _Call) -> Region:
 
 def holds_layers(layer: Any, kinds: tuple[type, ...], kind_of: Callable[[Any], type]) -> bool:
     """A module that isn't a layer itself, but has some of ``kinds`` in it."""
-    return any(isinstance(m, nnx.Module) and m is not layer and kind_of(m) in kinds for _, m in nnx.iter_graph(layer))
+    inside = [m for _, m in nnx.iter_graph(layer) if isinstance(m, nnx.Module) and m is not layer]
+    return callable(layer) and any(kind_of(m) in kinds for m in inside)

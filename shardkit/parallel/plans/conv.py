@@ -20,10 +20,12 @@ class ConvParallel(LayerPlan):
         ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out; the mapping may be given as ``dim`` too).
       dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
 
-    Applies to nnx and linen ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm``, ``InstanceNorm``, ``LayerNorm``,
-    ``RMSNorm``, ``Dropout`` and ``PReLU``. A layer given a ``sk.Padded`` returns one; elsewhere ``LayerNorm`` and
-    ``RMSNorm`` over features only, ``Dropout`` and ``PReLU`` run Flax's own code. ``WeightNorm`` and ``SpectralNorm``
-    stay as they are; the layer they wrap may be sharded.
+    On a module of nnx that holds such layers: all of it runs as one ``sk.spatial.region``, its values in blocks from
+    its first layer to its last, or layer by layer where that can't be, which it says. On layers of nnx and linen:
+    ``Conv``, ``ConvTranspose``, ``BatchNorm``, ``GroupNorm``, ``InstanceNorm``, ``LayerNorm``, ``RMSNorm``, ``Dropout``
+    and ``PReLU``. A layer given a ``sk.Padded`` returns one; elsewhere ``LayerNorm`` and ``RMSNorm`` over features,
+    ``Dropout`` and ``PReLU`` run Flax's own code. ``WeightNorm`` and ``SpectralNorm`` stay as they are; the layer they
+    wrap may be sharded.
 
     Example:
       >>> import shardkit as sk

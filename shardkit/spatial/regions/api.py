@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, crop_to, pad_to
@@ -53,7 +56,7 @@ def region(
     ``jnp.roll``, ``jnp.pad`` and slices of the sharded dims fetch halos where they need them, everything that works
     on each element alone acts on the margins as well, norms and means leave them out. On TPUs blocks may lie in chunks
     from the first convolution to the last. An operation without a rule, or one that mixes a sharded dim with
-    others, leaves the layout: its operands are gathered, and ``program`` shows where.
+    others, leaves the layout: every device does all of it, and ``program`` shows where.
 
     Derivatives are those of the local program: what a layer received forward is kept for its kernel's gradient, the
     halos of its input's gradient travel once, and ``jax.checkpoint`` in ``fun`` is obeyed.
@@ -66,8 +69,8 @@ def region(
         it's whole.
       mesh: else that of the arguments, else the ambient one.
       exchange_every: windows (layers) between two exchanges: margins then are as wide as these layers reach together,
-        and the rim is computed twice. In a ``lax.scan``: turns. "auto": what a model of the platform's links finds
-        cheapest.
+        and the rim is computed twice. In a ``lax.scan``: turns, each with all its windows. "auto": what a model of
+        the platform's links and work finds cheapest.
 
     Returns:
       A function with the arguments of ``fun``; ``.program(*args)`` gives a ``RegionProgram`` to print. Results lie
@@ -85,13 +88,21 @@ def region(
       >>> step(jnp.arange(4.0)).tolist()
       [0.4000000059604645, 1.0, 2.0, 2.5999999046325684]
     """
-    if exchange_every != "auto" and (
-        isinstance(exchange_every, bool) or not isinstance(exchange_every, int | np.integer)
-    ):
+    number = isinstance(exchange_every, int | np.integer) and not isinstance(exchange_every, bool)
+    if exchange_every != "auto" and not number:
         raise ValueError(f'region: exchange_every={exchange_every!r} is unknown; use a number of layers, or "auto"')
     if exchange_every != "auto" and int(exchange_every) < 1:
         raise ValueError(f"region: exchange_every={exchange_every} must be at least 1")
     return Region(fun, spatial_axes, mesh, exchange_every)
+
+
+_KEPT = 64  # programs of one region
+_RULE = re.compile(r"custom_(vjp|jvp)_call\[\s*name=(\w+)")
+
+
+def _says_all(text: str) -> bool:
+    """A jaxpr's text tells it from others: not so where a derivative's rule is the user's, which it doesn't show."""
+    return all(kind == "jvp" and hasattr(jax.nn, name.lstrip("_")) for kind, name in _RULE.findall(text))
 
 
 class Region:
@@ -108,10 +119,18 @@ class Region:
         graph, out_tree, text = self._trace(call)
         # Traced anew for every call, compiled once: what ``fun`` closes over may be another array by now, and is an
         # argument of what was compiled.
-        key = (call, text)
-        if key not in self._programs:
-            self._programs[key] = jax.jit(functools.partial(_run_plan, self._plan(call, graph), call), inline=True)
-        return jax.tree.unflatten(out_tree, self._programs[key](list(graph.consts), arrays))
+        # Within a program it becomes part of that (see convolution/region.py); by itself it stays one, or JAX would run
+        # its derivative operation by operation.
+        inline = call.nested or isinstance(jnp.zeros(()), Tracer)
+        key = (call, hashlib.sha256(text.encode()).hexdigest(), inline)
+        program = self._programs.get(key)
+        if program is None:
+            program = jax.jit(functools.partial(_run_plan, self._plan(call, graph), call), inline=inline)
+            if _says_all(text):
+                self._programs[key] = program
+                if len(self._programs) > _KEPT:
+                    del self._programs[next(iter(self._programs))]
+        return jax.tree.unflatten(out_tree, program(list(graph.consts), arrays))
 
     def program(self, *args: Any, **kwargs: Any) -> RegionProgram:
         """The function as it runs on blocks: what stays in the layout, what is exchanged, what leaves it.
@@ -129,7 +148,8 @@ class Region:
         call, _ = self._read(args, kwargs)
         if call not in self._reasons:
             try:
-                left = self._plan(call, self._trace(call)[0]).left
+                graph = self._trace(call)[0]
+                left = plan_graph(graph, self._lies(call, graph), Setting(1, platform_of(call.mesh))).left
                 found = [f"{s.node.name} at {s.node.source or 'an unknown line'} {s.note}" for s in left]
             except NotImplementedError as err:
                 found = [str(err)]
@@ -212,14 +232,18 @@ class Region:
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         return graph_of(closed), jax.tree.structure(shapes), str(closed.jaxpr)
 
+    def _lies(self, call: _Call, graph: Graph) -> Sequence[Cuts]:
+        inputs = [i.lies | _others(e, i, call) for i, e in zip(call.inputs, call.entries, strict=True)]
+        return [{}] * len(graph.consts) + inputs
+
     def _plan(self, call: _Call, graph: Graph) -> Plan:
-        lies = [{}] * len(graph.consts) + [
-            i.lies | _others(e, i, call) for i, e in zip(call.inputs, call.entries, strict=True)
-        ]
+        lies = self._lies(call, graph)
         platform = platform_of(call.mesh)
         if self._every != "auto":
             return plan_graph(graph, lies, Setting(int(self._every), platform))
-        return choose_every(lambda every: plan_graph(graph, lies, Setting(every, platform)), call.mesh, platform)
+        return choose_every(
+            lambda every, turns: plan_graph(graph, lies, Setting(every, platform, turns)), call.mesh, platform
+        )
 
 
 @dataclasses.dataclass(frozen=True)

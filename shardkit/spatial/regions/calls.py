@@ -14,12 +14,13 @@ from jax import Array, lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh
 
-from shardkit._compat import scan_counts
+from shardkit._compat import scan_counts, varying_axes
 from shardkit.spatial.exchange import Index
 from shardkit.spatial.regions.block import ANYTHING, Block, Cuts, InChunks, cropped, into_chunks, out_of_chunks, part_of
 from shardkit.spatial.regions.graph import Graph, Node, bound, chained, graph_of
 from shardkit.spatial.regions.margins import NONE
 from shardkit.spatial.regions.step import LOCAL, OWN, Ensure, Held, Step, Wants, Whole, same_links
+from shardkit.varying import varying
 
 PlanGraph = Callable[..., Any]
 
@@ -242,8 +243,9 @@ def _scan(node: Node, lies: Sequence[Cuts], setting: Any, plan_graph: PlanGraph)
     held = _settled(node.body, lies[:consts], list(lies[consts : consts + carry]), slices, setting, plan_graph)
     if held is None:
         return None
-    every = max(1, min(setting.every, length))
-    one = dataclasses.replace(setting, every=_TOGETHER)
+    # Of layers: exchanges in every turn, as often as elsewhere. Of turns: one exchange for all their windows together.
+    every = max(1, min(setting.every, length)) if setting.turns else 1
+    one = dataclasses.replace(setting, every=_TOGETHER) if setting.turns else setting
     turns, rest = divmod(length, every)
     graphs = {n: chained(node.body, consts, carry, n) for n in {every, rest} if n}
     plans = {n: plan_graph(g, [*lies[:consts], *held, *slices * n], one) for n, g in graphs.items()}
@@ -409,12 +411,16 @@ class _Loop:
 
 def _varying_alike(turn: Any, start: list[Array], groups: Any) -> list[Array]:
     """What is carried, of types that vary over the mesh axes that a turn makes it vary over."""
-    from shardkit._compat import varying_axes
-    from shardkit.varying import varying
-
     for _ in range(3):
-        out, _ys = jax.eval_shape(turn, start, groups)
-        grown = [varying(s, sorted(varying_axes(o))) for s, o in zip(start, out, strict=True)]
+        seen: list[frozenset[str]] = []
+
+        def probe(state: list[Array], slices: Any, seen: list[frozenset[str]] = seen) -> Any:
+            out, _ = turn(state, slices)
+            seen[:] = [varying_axes(o) for o in out]
+            return out
+
+        jax.eval_shape(probe, start, groups)
+        grown = [varying(s, sorted(axes)) for s, axes in zip(start, seen, strict=True)]
         if all(varying_axes(a) == varying_axes(b) for a, b in zip(start, grown, strict=True)):
             return grown
         start = grown

@@ -25,27 +25,32 @@ _SMALL = 1 << 20
 _LONG = 1000
 
 
-def choose_every(make: Callable[[int], Plan], mesh: Any, platform: str) -> Plan:
+def choose_every(make: Callable[[int, bool], Plan], mesh: Any, platform: str) -> Plan:
     """The cheapest plan among some.
 
     Args:
-      make: plans for a number of layers (in loops: turns) between exchanges.
+      make: plans for a number of layers between exchanges; in loops of turns, or (False) of layers too.
       mesh, platform: what it will run on.
     """
     figures = platform_figures(mesh, platform)
-    best = make(1)
+    best = make(1, False)
     cheapest = seconds(best, figures)
     if not best.exchanges or _largest(best) > _SMALL:
         return best
-    for every in CANDIDATES[1:]:
+    loops = any(s.inner and s.node.name == "scan" for s in best.steps)
+    worse = 0
+    for every in CANDIDATES if loops else CANDIDATES[1:]:
         if every > 2 * deepest(best):
             break
-        plan = make(every)
+        plan = make(every, True)
         if _steps(plan) > _LONG or _reaches_beyond_neighbours(plan):
             break
         cost = seconds(plan, figures)
+        worse = worse + 1 if cost > cheapest else 0
         if cost < _WORTH * cheapest:
             best, cheapest = plan, cost
+        if worse == 2:
+            break
     return best
 
 
@@ -74,14 +79,14 @@ def deepest(plan: Plan) -> int:
 
 
 def seconds(plan: Plan, figures: Platform) -> float:
-    """What a device takes for one forward pass, by the model."""
+    """What a device takes forward and backward, by the model: work three times, exchanges twice."""
     total = 0.0
     for step in plan.steps:
         if step.inner:
             total += sum(times * seconds(p, figures) for p, times in step.inner)
             continue
-        total += _work(plan, step, figures)
-    return total + sum(_exchange(plan, number, figures) for number in plan.fetched)
+        total += 3 * _work(plan, step, figures)
+    return total + sum(2 * _exchange(plan, number, figures) for number in plan.fetched)
 
 
 def _work(plan: Plan, step: Step, figures: Platform) -> float:
@@ -90,7 +95,8 @@ def _work(plan: Plan, step: Step, figures: Platform) -> float:
     name = step.node.name
     if name == "conv_general_dilated":
         kernel, numbers = step.node.inputs[1].shape, step.node.params["dimension_numbers"]
-        flops = 2.0 * made * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+        features = kernel[numbers.rhs_spec[1]], kernel[numbers.rhs_spec[0]]
+        flops = 2.0 * made * math.prod(kernel) / features[1] * math.prod(_filled(f, figures) for f in features)
     elif name == "dot_general":
         (left, _), _ = step.node.params["dimension_numbers"]
         flops = 2.0 * made * math.prod(step.node.inputs[0].shape[d] for d in left)
@@ -100,7 +106,14 @@ def _work(plan: Plan, step: Step, figures: Platform) -> float:
     if step.kind in (WINDOW, REDUCTION) or name == "dot_general":  # the rest is fused with what is around it
         read = sum(_held(v, plan, plan.wants.get(v.number, {})) for v in step.inputs if v.number in plan.lies)
         moved = (made + read) * step.outputs[0].aval.dtype.itemsize
+    # Peaks are those of 16-bit floats.
+    flops *= max(1.0, step.outputs[0].aval.dtype.itemsize / 2) if figures.lanes > 1 else 1.0
     return max(flops / figures.flops, moved / figures.memory)
+
+
+def _filled(features: int, figures: Platform) -> float:
+    """How much more than its share a narrow layer takes of a unit that is ``lanes`` wide."""
+    return -(-features // figures.lanes) * figures.lanes / features
 
 
 def _held(value: Value, plan: Plan, margins: Mapping[int, Margin]) -> int:

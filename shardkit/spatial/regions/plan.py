@@ -31,11 +31,12 @@ class Setting:
     Attributes:
       every: levels between exchanges; in a loop, turns.
       platform: of the devices.
-      mesh: sizes of the mesh axes.
+      turns: in a loop ``every`` counts turns, each with all its windows; else levels there as well.
     """
 
     every: int
     platform: str
+    turns: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ class RegionProgram:
 
     @property
     def left(self) -> tuple[RegionLine, ...]:
-        """Operations that left the layout: their operands are gathered."""
+        """Operations that left the layout: every device does all of them."""
         return tuple(line for line in self.lines if line.kind == LEFT)
 
     @property
@@ -107,7 +107,7 @@ def _line(plan: Plan, step: Step, shown: set[int], depth: int) -> RegionLine:
     kind = _FUNCTION if step.inner else step.kind
     return RegionLine(
         step.node.name,
-        _FUNCTION if step.inner else step.kind,
+        kind,
         _type(value, cuts, wanted(plan, step)),
         fetched,
         step.node.source,

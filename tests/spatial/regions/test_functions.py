@@ -169,3 +169,23 @@ def test_what_it_closes_over_may_change():
     same(made(x), 3 * x)
     assert len(made._programs) == 1
     same(jax.grad(lambda x: made(x).sum())(x), jnp.full(4, 3.0))
+
+
+def test_a_rule_that_closes_over_a_number():
+    """A derivative's rule isn't shown by the program's text: such programs aren't kept."""
+    mesh, held = sk.make_mesh({"sp": 2}), {"weight": 1.0}
+
+    def reversal(x):
+        weight = held["weight"]
+
+        @jax.custom_vjp
+        def g(x):
+            return x * 1.0
+
+        g.defvjp(lambda x: (x * 1.0, None), lambda _, t: (-weight * t,))
+        return g(x)
+
+    made = sk.spatial.region(reversal, spatial_axes={"sp": 0}, mesh=mesh)
+    for weight in (1.0, 3.0):
+        held["weight"] = weight
+        same(jax.grad(lambda x: made(x).sum())(jnp.arange(4.0)), jnp.full(4, -weight))

@@ -110,3 +110,26 @@ def test_a_loop_is_one_loop(mesh_for):
     made = region(smoothed, spatial_axes=W, mesh=mesh_for({"sp": 4}), exchange_every=7)
     report = sk.collectives(jax.jit(made), X, KERNEL)
     assert report.count("collective_permute") == 2
+
+
+@pytest.mark.parametrize(("every", "permutes"), [(1, 2), ("auto", 4)])
+def test_a_deep_body(every, permutes, monkeypatch):
+    """A turn of several layers: one exchange for all, or (auto, where work counts) one a layer; beside a free axis."""
+    from shardkit.spatial.regions import choose
+    from shardkit.spatial.regions.platforms import Platform
+
+    monkeypatch.setattr(choose, "platform_figures", lambda mesh, platform: Platform(1e-12, 1e15, 1e3, 1e15))
+    mesh, kernels = sk.make_mesh({"dp": 2, "sp": 4}), kernels_of(np.random.default_rng(1), (3, 3, 2, 2), (3, 3, 2, 2))
+
+    def net(x, kernels):
+        def turn(c, _):
+            for k in kernels:
+                c = jnp.tanh(conv(c, k))
+            return c, None
+
+        return lax.scan(turn, x, None, length=3)[0]
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 16, 2)))
+    made = jax.jit(sk.spatial.region(net, spatial_axes={"sp": "W"}, mesh=mesh, exchange_every=every))
+    same(made(x, kernels), net(x, kernels))
+    assert sk.collectives(made, x, kernels).by_kind()["collective_permute"] == permutes
