@@ -46,7 +46,12 @@ def same_bits(got, wanted):
 
 
 @pytest.mark.parametrize(
-    ("stage", "jit"), [(sk.ShardingStage1, True), (sk.ShardingStage3, True), (sk.ShardingStage2, False)]
+    ("stage", "jit"),
+    [
+        (sk.ShardingStage1, True),
+        (sk.ShardingStage3, True),
+        pytest.param(sk.ShardingStage2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_finite_steps_are_those_without(stage, jit, mesh_for):
     """The scale grows meanwhile. Powers of two round nothing: to the bit, where no compiler fuses differently."""

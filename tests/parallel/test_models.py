@@ -50,7 +50,6 @@ ROWS = [
     *[("UNet3D", way) for way in ("D x W", "dp x sp")],
 ]
 ALWAYS = {
-    ("linen", "GPT", "tp+sequence"),
     ("linen", "MLP", "fsdp x tp"),
     ("linen", "UNet", "dp x sp"),
     ("nnx", "UNet3D", "D x W"),

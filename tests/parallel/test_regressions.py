@@ -211,6 +211,7 @@ def test_a_batch_in_any_form():
         model({"x": np.ones((4, 8), np.float32)})
 
 
+@pytest.mark.not_smoke
 def test_a_head_after_pooling():
     """A layer whose input has no sequence takes it whole, beside those that have one."""
     model = sk.parallelize(NnxMLP(nnx.Rngs(0)), {"up": [C, S], "down": [R, S]}, mesh(tp=2))

@@ -108,6 +108,7 @@ def test_loops_on_chunks(chunked, moves, mesh_for):
     check(loop, RNG.normal(size=(2, 2, 32, 2)), kernels_of(RNG, (3, 3, 2, 2))[0], mesh=mesh_for({"sp": 4}), axes=W)
 
 
+@pytest.mark.not_smoke
 def test_what_is_not_in_chunks_meets_what_is(chunked, mesh_for):
     """Views, resizing, rolls, transposes, other arguments beside chunks."""
     chunked(4)

@@ -61,6 +61,7 @@ def test_carries_slices_and_results(reverse, mesh_for):
     assert set(found.report.by_kind()) == {"collective_permute", "all_reduce"}
 
 
+@pytest.mark.not_smoke
 def test_keys_and_checkpoints_in_turns(mesh_for):
     def noisy(x, k):
         @jax.checkpoint
@@ -79,6 +80,7 @@ def test_no_turns(mesh_for):
     check(none, X, KERNEL, mesh=mesh_for({"sp": 4}), axes=W, every=2)
 
 
+@pytest.mark.not_smoke
 def test_a_loop_that_leaves_the_layout(mesh_for):
     def leaves(x, k):
         return lax.scan(lambda c, _: (jnp.sort(conv(c, k), 2), c.mean()), x, None, length=2)
