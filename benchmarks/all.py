@@ -48,6 +48,7 @@ class Run:
 RUNS = (
     Run("ring_conv"),
     Run("ring_conv", ("--targets",), needs=("tpu", "gpu")),
+    Run("regions", needs=("tpu", "gpu"), instead=("--targets", "cpu")),
     Run("reshard"),
     Run("optimizer", ("--targets",), needs=("tpu", "gpu"), instead=("--only", "cpu")),
     Run("partition"),

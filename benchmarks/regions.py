@@ -52,7 +52,7 @@ class Row:
     form: str
     mega_cycles: float | None
     temporaries_mb: float
-    received_kb: float
+    received_kb: float | None
     collectives: dict[str, int]
     wall_ms: float | None
     versions: str
@@ -283,7 +283,7 @@ def cells(row: Row, base: Row | None) -> list[str]:
         against(row.mega_cycles, b.mega_cycles, 1),
         against(row.wall_ms, b.wall_ms, 1),
         against(row.temporaries_mb, b.temporaries_mb, 1 if row.target == "cpu" else 0),
-        f"{counts(row.collectives)}; {row.received_kb:,.0f}",
+        f"{counts(row.collectives)}; {'-' if row.received_kb is None else format(row.received_kb, ',.0f')}",
     ]
 
 

@@ -102,6 +102,23 @@ def ring_conv_targets(data: Mapping[str, Any]) -> Iterator[Comparison]:
         yield Comparison("ring_conv --targets", platform, f"`ring_*`, as chosen / {XLA}", data["versions"], rows)
 
 
+def regions(data: Mapping[str, Any]) -> Iterator[Comparison]:
+    """As chosen ("auto"); programs that XLA's partitioner was measured on, too."""
+    theirs = {(r["target"], r["program"]): r for r in data["rows"] if r["form"] == XLA}
+    for target in _unique(r["target"] for r in data["rows"]):
+        rows = {
+            r["program"]: ratios(
+                cycles=(r["mega_cycles"], other["mega_cycles"]),
+                wall=(r["wall_ms"], other["wall_ms"]),
+                temporaries=(r["temporaries_mb"], other["temporaries_mb"]),
+                bytes=(r["received_kb"], other["received_kb"]),
+            )
+            for r in data["rows"]
+            if r["target"] == target and r["form"] == "region" and (other := theirs.get((target, r["program"])))
+        }
+        yield Comparison("regions", CPU if target == "cpu" else target, f"`region` / {XLA}", data["versions"], rows)
+
+
 def reshard(data: Mapping[str, Any]) -> Iterator[Comparison]:
     names = [f"{r['transition']} on {r['mesh']}" for r in data["rows"]]
     compiled = [
@@ -232,7 +249,7 @@ def peers(data: Mapping[str, Any]) -> Iterator[Comparison]:
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterable[Comparison]]] = {
     reader.__name__: reader
-    for reader in (ring_conv, ring_conv_targets, reshard, optimizer, partition, models, scaling, peers)
+    for reader in (ring_conv, ring_conv_targets, regions, reshard, optimizer, partition, models, scaling, peers)
 }
 
 
@@ -254,7 +271,8 @@ def read(folder: Path) -> tuple[list[Comparison], list[str]]:
             notes.append(f"{path.name} can't be read: {type(error).__name__}: {error}.")
             continue
         found += some
-    unknown = sorted(path.name for path in folder.glob("*.json") if path.stem not in READERS)
+    known = {*READERS, "tune"}  # tuning fills a table of ours, it compares with nobody
+    unknown = sorted(path.name for path in folder.glob("*.json") if path.stem not in known)
     return found, notes + [f"Not in this table: {name}." for name in unknown]
 
 

@@ -307,7 +307,6 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_paths():
             "pattern 'scale' matches 'scale', a Linear, which ConvParallel doesn't know; it applies to .*nnx.Conv,",
         ),
         ("*", "matches 'blocks', a List, which ConvParallel doesn't know|matches 'scale', a Linear"),
-        ("", "pattern '' matches '', a UNet"),
         ("scale/**", r"pattern 'scale/\*\*' matches no layer that ConvParallel applies to"),
     ],
 )

@@ -104,7 +104,7 @@ NAMED = {
         "eight chunks": (Case(SP4, W, "NHWC", "HWIO", (4, 64), (3, 3)), (1, 8, False)),
         "four, where eight don't fit": (Case(SP4, W, "NHWC", "HWIO", (4, 48), (3, 3)), (1, 4, False)),
         "two, the last one short": (Case(SP4, W, "NHWC", "HWIO", (3, 23), (3, 3)), (1, 2, False)),
-        "many images, chunks major": (Case(SP4, W, "NCHW", "OIHW", (4, 48), (3, 3), batch=8), (1, 2, True)),
+        "many images, chunks major": (Case(SP4, W, "NCHW", "OIHW", (4, 48), (3, 3), batch=8), (1, 4, True)),
         "mesh of one": (Case(SP1, W, "NHWC", "HWIO", (4, 16), (3, 5)), (1, 8, False)),
         "mesh of one, circle": (
             Case(SP1, W, "NWC", "WIO", (16,), (3,), padding=((1, 1),), modes=("circular",)),

@@ -146,5 +146,7 @@ def _region(call: _Call) -> Region:
 
 def holds_layers(layer: Any, kinds: tuple[type, ...], kind_of: Callable[[Any], type]) -> bool:
     """A module that isn't a layer itself, but has some of ``kinds`` in it."""
+    if isinstance(layer, nnx.WeightNorm | nnx.SpectralNorm):
+        return False  # they change the layer that they wrap
     inside = [m for _, m in nnx.iter_graph(layer) if isinstance(m, nnx.Module) and m is not layer]
     return callable(layer) and any(kind_of(m) in kinds for m in inside)
