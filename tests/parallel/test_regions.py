@@ -48,7 +48,7 @@ def images(seed: int = 0) -> jax.Array:
 
 
 def close(a: Any, b: Any) -> None:
-    jax.tree.map(lambda p, q: np.testing.assert_allclose(np.asarray(p), np.asarray(q), rtol=1e-5, atol=1e-6), a, b)
+    jax.tree.map(lambda p, q: np.testing.assert_allclose(np.asarray(p), np.asarray(q), rtol=1e-5, atol=1e-5), a, b)
 
 
 def collectives(model: Any, x: Any) -> dict[str, int]:
