@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -110,13 +109,6 @@ class Block:
         if self.beyond[dim] == CIRCULAR and not self.cuts[dim].has_tail:
             return False
         return self.margins[dim] != NONE or self.cuts[dim].has_tail
-
-
-def fresh(
-    array: Array, cuts: Cuts, chunks: InChunks | None = None, margins: Mapping[int, Margin] | None = None
-) -> Block:
-    """A block of which nothing is known beyond the ends."""
-    return Block(array, cuts, margins or dict.fromkeys(cuts, NONE), dict.fromkeys(cuts, ANYTHING), chunks)
 
 
 def cropped(block: Block, margins: Mapping[int, Margin]) -> Block:
@@ -325,8 +317,3 @@ def local_shape(shape: tuple[int, ...], like: Block) -> tuple[int, ...]:
     if like.chunks is not None:
         found[like.chunks.batch] *= like.chunks.count
     return tuple(found)
-
-
-def elements(block: Block) -> int:
-    """Elements that a device holds of it."""
-    return math.prod(block.array.shape)

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import numpy as jnp
 
 from shardkit.spatial.regions import banded, calls, pointwise, reductions, shapes, windows
 from shardkit.spatial.regions.block import ZEROS, Cuts
 from shardkit.spatial.regions.graph import Graph, Node, Value, known
-from shardkit.spatial.regions.left import bound, leave
+from shardkit.spatial.regions.left import bound, leave, put_together
 from shardkit.spatial.regions.margins import NONE, Margin, wider
 from shardkit.spatial.regions.step import LEFT, LOCAL, OWN, REDUCTION, WHOLE, Ensure, Held, Link, Step, Wants, Whole
 from shardkit.spatial.regions.taking import taken
@@ -188,7 +189,7 @@ class _Planner:
         assert value.maker is not None
         step = taken(value.maker, base, cuts, view.dim, view.index, value)
         if step is None:
-            step = _gathered_view(value.maker, view, cuts, value)
+            step = _gathered_view(value.maker, view, value)
         self._keep(step)
         return self.cuts(value)
 
@@ -388,11 +389,7 @@ def _small(node: Node, operands: Sequence[Whole]) -> Whole:
     return dataclasses.replace(bound(node, same)[0], shape=shape)
 
 
-def _gathered_view(node: Node, view: _View, cuts: Cuts, output: Value) -> Step:
-    from jax import numpy as jnp
-
-    from shardkit.spatial.regions.left import put_together
-
+def _gathered_view(node: Node, view: _View, output: Value) -> Step:
     def run(here: Any, operands: Sequence[Any], wants: Wants, ensure: Ensure) -> Sequence[Held]:
         x = put_together(here, operands[0]).value
         out = jnp.take(x, np.maximum(view.index, 0), axis=view.dim)

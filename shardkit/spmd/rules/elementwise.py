@@ -6,81 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from shardkit.elementwise import NONLINEAR
 from shardkit.spmd.rules.factored import ANY, Factored, Local, Together, elementwise, names, one_letter_each
 from shardkit.spmd.rules.strategy import Op
-
-NONLINEAR = [
-    "abs",
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bessel_i0e",
-    "bessel_i1e",
-    "cbrt",
-    "ceil",
-    "clamp",
-    "clz",
-    "cos",
-    "cosh",
-    "digamma",
-    "eq",
-    "eq_to",
-    "erf",
-    "erf_inv",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "ge",
-    "gt",
-    "igamma",
-    "igamma_grad_a",
-    "igammac",
-    "integer_pow",
-    "is_finite",
-    "le",
-    "le_to",
-    "lgamma",
-    "log",
-    "log1p",
-    "log2",
-    "logistic",
-    "lt",
-    "lt_to",
-    "mulhi",
-    "ne",
-    "nextafter",
-    "not",
-    "one_minus_square",
-    "polygamma",
-    "population_count",
-    "pow",
-    "regularized_incomplete_beta",
-    "rem",
-    "round",
-    "rsqrt",
-    "shift_left",
-    "shift_right_arithmetic",
-    "shift_right_logical",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "tan",
-    "tanh",
-    "xor",
-    "zeta",
-    "reduce_precision",
-    "threefry2x32",
-    "random_fold_in",
-    "stop_gradient",
-]
 
 
 def _first(op: Op) -> Factored:
@@ -167,7 +95,7 @@ def barrier(op: Op) -> Factored:
     return Factored(dims, dims, sizes, uneven=True)
 
 
-RULES = dict.fromkeys(NONLINEAR, elementwise) | {
+RULES = dict.fromkeys((*NONLINEAR, "threefry2x32", "random_fold_in"), elementwise) | {
     "neg": _first,
     "real": _first,
     "imag": _first,
