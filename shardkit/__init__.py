@@ -17,6 +17,7 @@ from shardkit.attention import (
     to_zigzag,
     zigzag_order,
 )
+from shardkit.checkpoint import Checkpointer, CheckpointError, latest_step, restore, save
 from shardkit.inspect import (
     Collective,
     CollectiveReport,

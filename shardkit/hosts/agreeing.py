@@ -1,0 +1,118 @@
+"""`exchange` and `agree`: what each process says, told to all, before any device has to wait for another."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardkit.hosts.service import service, timed_out
+
+# How long a process may be behind the others, in seconds: compiling the same program can take minutes.
+TIMEOUT = 600.0
+
+_rounds: collections.defaultdict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
+
+
+class ProcessMismatchError(ValueError):
+    """Processes of one program said different things."""
+
+
+class MissingProcessError(TimeoutError):
+    """A process didn't come to where the others wait for it."""
+
+
+def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
+    """What each process says, in the order of processes.
+
+    Every process must call it, equally often on each channel; channels are apart from each other, so that threads may
+    have their own. It's no collective: devices have no part in it.
+
+    Args:
+      channel: a name.
+      said: anything that JSON can hold.
+      timeout: how long to wait for the others, in seconds.
+
+    Raises:
+      MissingProcessError: in every process that came; it names those that didn't.
+    """
+    client = service()
+    if client is None:
+        return [json.loads(json.dumps(said))]
+    number, count, mine = next(_rounds[channel]), jax.process_count(), jax.process_index()
+    here = f"shardkit/exchange/{channel}/{number}"
+    client.key_value_set(f"{here}/said/{mine}", json.dumps(said))
+    # One reads them all and tells the others, so that the traffic grows with their number and not with its square.
+    if mine == 0:
+        until = time.monotonic() + timeout
+        found = [_read(client, f"{here}/said/{p}", until - time.monotonic()) for p in range(count)]
+        client.key_value_set(f"{here}/all", json.dumps(found))
+        if number > 1:  # whoever has come to the last round has read the one before it
+            client.key_value_delete(f"shardkit/exchange/{channel}/{number - 2}/")
+    else:
+        text = _read(client, f"{here}/all", timeout * 1.1 + 5)
+        found = [None] if text is None else json.loads(text)
+    missing = [p for p, text in enumerate(found) if text is None]
+    if missing:
+        raise MissingProcessError(
+            f"{channel}: waited {timeout:.0f} s for {processes(missing)}, which did not come; {processes([mine])} "
+            "did. It may have ended, be stuck, or run another program: see its output"
+        )
+    return [json.loads(text) for text in found]
+
+
+def agree(channel: str, facts: Mapping[str, Any], *, timeout: float = TIMEOUT) -> None:
+    """Refuses to go on where processes don't say the same, in all of them alike.
+
+    Args:
+      channel: what it's about, as the error names it.
+      facts: that must be the same everywhere, by name; anything that JSON can hold.
+      timeout: how long to wait for the others, in seconds.
+
+    Raises:
+      ProcessMismatchError: it names the processes that differ from most, and in what.
+      MissingProcessError: a process didn't come.
+
+    Example:
+      >>> from shardkit.hosts import agree
+      >>> agree("images", {"shape": [8, 32, 32, 3]})  # one process agrees with itself
+    """
+    said = exchange(channel, dict(facts), timeout=timeout)
+    lines = differences(said)
+    if lines:
+        raise ProcessMismatchError(f"{channel}: processes differ, before anything was sent:\n" + "\n".join(lines))
+
+
+def differences(said: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each fact that isn't the same in all: who says what, those that differ from most first."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain.from_iterable(said)):
+        groups: dict[str, list[int]] = {}
+        for process, facts in enumerate(said):
+            text = json.dumps(facts[name]) if name in facts else "nothing"
+            groups.setdefault(text, []).append(process)
+        if len(groups) > 1:
+            ordered = sorted(groups.items(), key=lambda item: len(item[1]))
+            lines.append(f"  {name}: " + "; ".join(f"{processes(who)}: {text}" for text, who in ordered))
+    return lines
+
+
+def processes(numbers: Sequence[int], most: int = 8) -> str:
+    """Several processes in words."""
+    shown = ", ".join(map(str, numbers[:most])) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
+    return f"process{'es' if len(numbers) > 1 else ''} {shown}"
+
+
+def _read(client: Any, key: str, seconds: float) -> str | None:
+    """What stands there once it does; None if it doesn't in time."""
+    try:
+        return client.blocking_key_value_get(key, max(1, round(1000 * seconds)))
+    except jax.errors.JaxRuntimeError as error:
+        if timed_out(error):
+            return None
+        raise
