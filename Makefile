@@ -30,7 +30,7 @@ demo: $(STAMP) ## train a small model on images cut over simulated devices
 	$(BIN)/python examples/train_fundus.py $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(STAMP) ## all benchmarks, takes long (BENCH=ring_conv, reshard, optimizer, partition, models, scaling, peers: that one)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)

@@ -1,6 +1,7 @@
 """Eight simulated devices, exact arithmetic, and the meshes that tests run on."""
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 
@@ -13,6 +14,7 @@ import shardkit as sk
 # Half the compile time, the same collectives: what XLA partitions is decided before these passes. Read by
 # XLA when its backend starts, so it must be set first; child processes of tests inherit it.
 _FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+_FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")  # one LLVM module a program: both cores are busy anyway
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # unknown to later ones; the second Python tests those
 _given = os.environ.get("XLA_FLAGS", "")
@@ -26,9 +28,34 @@ hypothesis.settings.register_profile("shardkit", derandomize=True, deadline=None
 hypothesis.settings.load_profile("shardkit")
 
 
+def diagonals(cases):
+    """For each case of one test, the sum of its places among the values of each parametrize and fixture.
+
+    Every n-th diagonal of this table has all values of each, beside another that has n values or more.
+    """
+    given = [case.callspec.params for case in cases]
+    marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    together = [[n.strip() for n in names.split(",")] if isinstance(names, str) else list(names) for names in marks]
+    together += [[name] for name in given[0] if not any(name in names for names in together)]
+    found = [0] * len(cases)
+    for names in together:
+        values = [tuple(id(params[name]) for name in names) for params in given]
+        place = {value: i for i, value in enumerate(dict.fromkeys(values))}
+        found = [sum_ + place[value] for sum_, value in zip(found, values, strict=True)]
+    return found
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(items):
     """The first case of every test function is a smoke test (unless it's slow, or one of many alike)."""
+    tables = {}
+    for item in items:
+        if item.get_closest_marker("every") is not None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tables.values():
+        for case, diagonal in zip(cases, diagonals(cases), strict=True):
+            if diagonal % case.get_closest_marker("every").args[0]:
+                case.add_marker(pytest.mark.slow)
     seen = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -36,8 +63,16 @@ def pytest_collection_modifyitems(items):
         if name not in seen and left_out is None:
             seen.add(name)
             item.add_marker(pytest.mark.smoke)
-    # The longest file first: whole files go to workers, and it would be alone at the end.
-    items.sort(key=lambda item: "test_random_programs" not in item.nodeid)
+    # The longest files first: whole files go to workers, and they would be alone at the end.
+    first = ("test_faults", "test_random_programs", "test_same_numbers", "hosts/test_processes", "data/test_processes")
+    items.sort(key=lambda item: next((i for i, name in enumerate(first) if name in item.nodeid), len(first)))
+
+
+def pytest_collection_finish():
+    """What is there by now stays: tracing makes many objects, and all would be looked at again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

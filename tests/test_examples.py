@@ -110,9 +110,14 @@ def test_fundus_draws_a_picture(fundus):
     ("arguments", "message"),
     [
         (["--mesh", "8"], "--mesh '8' is not of the form dp=2,sp=4"),
-        (["--mesh", "tp=2,sp=4"], "--mesh 'tp=2,sp=4' names axes ['tp']; this job uses dp and sp"),
+        pytest.param(
+            ["--mesh", "tp=2,sp=4"],
+            "--mesh 'tp=2,sp=4' names axes ['tp']; this job uses dp and sp",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
+@pytest.mark.not_smoke
 def test_fundus_names_a_bad_mesh(arguments, message, tmp_path):
     done = run("train_fundus.py", *arguments, "--out", tmp_path / "no.png")
     assert done.returncode == 1
@@ -189,7 +194,11 @@ def test_charlm_draws_its_loss_curve(charlm):
     ("arguments", "message"),
     [
         (["--batch", "24"], "--batch 24 does not divide into 4 x 4 microbatches"),
-        (["--mesh", "dp=1,tp=3"], "--features 128 must be a multiple of --heads 4, and both --heads 4"),
+        pytest.param(
+            ["--mesh", "dp=1,tp=3"],
+            "--features 128 must be a multiple of --heads 4, and both --heads 4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.not_smoke

@@ -118,6 +118,7 @@ def test_under_jit_with_the_ambient_mesh_only(mesh):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize("reduce_inside", [True, False])
+@pytest.mark.every(3)
 def test_gradient_of_a_replicated_argument(mesh_for, axis_types, ambient, n, reduce_inside):
     """The trap: without check_vma it is off by the size of the axis."""
     mesh = mesh_for({"dp": n}, axis_types)

@@ -131,6 +131,7 @@ BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", 
 
 
 @pytest.mark.parametrize("name", BINARY)
+@pytest.mark.every(2)
 def test_operators(mesh_for, name):
     fun = getattr(operator, name)
     x = np.abs(X) + 0.5

@@ -145,6 +145,7 @@ WORKS = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in WORKS.items() for n in names])
+@pytest.mark.every(2)
 def test_linear(mesh, kind, name):
     """Eager and under jit, of plain values on the host, replicated, and placed as the layout says."""
     op, plain = OPS[name]
@@ -158,6 +159,7 @@ def test_linear(mesh, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["sum", "max"])
+@pytest.mark.every(2)
 def test_other_values_need_no_communication_either(mesh, kind):
     x = make(mesh, kind=kind)
     for v in (
@@ -188,6 +190,7 @@ def test_in_a_concrete_closure(mesh):
     check(jax.jit(lambda x: x + ROW + jnp.asarray(ROW))(x), STACK.sum(0) + 2 * ROW, x)
 
 
+@pytest.mark.not_smoke
 def test_gradients_of_both_operands(mesh):
     x, w = make(mesh), jax.device_put(RNG.normal(size=(3, 8)), NamedSharding(mesh, P(None, "sp")))
     v = jax.device_put(ROW, NamedSharding(mesh, P("sp")))

@@ -32,6 +32,7 @@ def make(mesh, partial, sharded, kind="sum"):
 
 
 @pytest.mark.parametrize(("shape", "partial", "sharded"), MESHES)
+@pytest.mark.every(2)
 def test_there_and_back(mesh_for, shape, partial, sharded):
     """Eagerly without an ambient mesh, and under jit with one."""
     mesh = mesh_for(shape, "explicit")
@@ -56,6 +57,7 @@ def test_there_and_back(mesh_for, shape, partial, sharded):
 
 
 @pytest.mark.parametrize(("shape", "partial", "sharded"), MESHES)
+@pytest.mark.every(2)
 def test_gradients(mesh_for, shape, partial, sharded):
     """Of the value with respect to each contribution, and of what looks at the contributions apart."""
     mesh = mesh_for(shape, "explicit")

@@ -25,6 +25,7 @@ def slow(*values):
         slow("all_to_all", True, True),
     ],
 )
+@pytest.mark.not_smoke
 def test_nnx_with_dropout(mesh_for, backend, broadcast, deterministic):
     mesh = mesh_for({"sp": 2})
     x = jax.random.normal(jax.random.key(0), (2, 8, 8))

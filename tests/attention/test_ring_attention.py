@@ -28,7 +28,7 @@ def slow(*values):
 CASES = [
     # axis types, shards, causal, order, kv_heads
     ("auto", 4, True, "zigzag", 2),
-    ("auto", 4, True, "contiguous", 4),
+    slow("auto", 4, True, "contiguous", 4),
     ("explicit", 8, False, "contiguous", 1),
     slow("explicit", 4, True, "zigzag", 2),
     slow("explicit", 4, True, "contiguous", 4),
@@ -67,6 +67,7 @@ def test_values_gradients_and_permutes(mesh_for, ambient, small_tiles, axis_type
     assert {reason(entry, Facts()).purpose for entry in report} <= {"attention"}
 
 
+@pytest.mark.not_smoke
 def test_bias_mask_and_lengths(mesh_for, small_tiles):
     mesh = mesh_for({"sp": 4})
     args = operands(rows=30, cols=21, kv_heads=2, depth_v=5)
@@ -116,6 +117,7 @@ def test_other_mesh_axes_stay(mesh_for, ambient, axis_types, other):
         slow("explicit", 4, False),
     ],
 )
+@pytest.mark.not_smoke
 def test_nested_in_value_and_grad(mesh_for, ambient, axis_types, shards, balance):
     mesh = mesh_for({"dp": 2, "sp": shards}, axis_types)
     x = normal(4, 16, 8, seed=0)
@@ -134,6 +136,7 @@ def test_nested_in_value_and_grad(mesh_for, ambient, axis_types, shards, balance
 
 
 @pytest.mark.parametrize(("shards", "names"), [(2, ("sp",)), slow(4, ("sp",)), slow(4, ("dp", "sp"))])
+@pytest.mark.not_smoke
 def test_inside_a_manual_region(mesh_for, shards, names):
     mesh = mesh_for({"dp": 2, "sp": shards})
     args = operands(rows=16, kv_heads=2)
@@ -213,6 +216,7 @@ def _temporaries(shards, length):
     return sk.memory(jax.jit(jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2))), x, x, x).temporaries
 
 
+@pytest.mark.not_smoke
 def test_memory_is_that_of_a_block(monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 64)
     assert _temporaries(8, 16_384) < 8 * 2**20  # scores of one block would be 32 MiB

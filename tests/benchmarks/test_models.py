@@ -54,6 +54,7 @@ def test_parameters_are_where_the_plan_puts_them(models):
     assert sum(map(bool, said)) == 12  # ten of the block, the embedding and the head
 
 
+@pytest.mark.not_smoke
 def test_both_compute_the_same_loss_and_gradients(models):
     jobs = [models.Job("cpu", "GPT", "tp + sequence", form) for form in (models.XLA, models.PARALLEL)]
     rng = np.random.default_rng(0)

@@ -64,6 +64,7 @@ BODIES = {
 
 @pytest.mark.parametrize("axes", [("dp",), ("sp",), ("dp", "sp")])
 @pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.every(2)
 def test_kinds_over_axes(mesh, kind, axes):
     body, received = BODIES[kind]
     x = array(mesh, "dp", "sp", shape=(64, 64))

@@ -111,6 +111,7 @@ def test_every_spelling_gives_the_same_groups(mesh):
 
 
 @given(meshes_and_axes(), st.data())
+@pytest.mark.not_smoke
 def test_shifts_map_to_the_axes_they_move_along(mesh, data):
     names, sizes, chosen = mesh
     moved = [name in chosen and size > 1 for name, size in zip(names, sizes, strict=True)]

@@ -227,9 +227,21 @@ def rotation(name):
     return STAGES[NAMES.index(name) % 3]
 
 
+# Element by element as adam, sgd, rmsprop or another that stays, or the same way round another optimizer.
+ALIKE = {
+    *("adadelta", "adagrad", "adamax", "adamaxw", "amsgrad", "adan", "lion", "radam", "rprop", "yogi"),
+    *("optimistic_adam", "optimistic_adam_v2", "optimistic_gradient_descent", "sign_sgd", "signum", "noisy_sgd"),
+    *("add_decayed_weights", "ema", "fromage", "lars", "clip_by_block_rms", "conditionally_mask", "named_chain"),
+    *("contrib.acprop", "contrib.ademamix", "contrib.adopt", "contrib.simplified_ademamix", "contrib.madgrad"),
+    *("contrib.dadapt_adamw", "contrib.dowg", "contrib.momo_adam", "contrib.galore", "stateless_with_tree_map"),
+    *("contrib.schedule_free_adamw", "contrib.schedule_free_sgd", "inject_stateful_hyperparams", "MultiSteps"),
+}
+
+
 def is_left_to_slow(name):
     """What optimizers are made of is seen in these; a search along a line takes ten seconds to compile."""
-    return name.removeprefix("contrib.").startswith("scale_by_") or name in ("lbfgs", "lbfgs, as it comes")
+    parts = name.removeprefix("contrib.").startswith("scale_by_")
+    return parts or name in ALIKE or name in ("lbfgs", "lbfgs, as it comes")
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not is_left_to_slow(n)])
@@ -317,6 +329,7 @@ MATRICES = ["adam", "contrib.muon", "contrib.galore", "contrib.prodigy", "contri
 
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.not_smoke
+@pytest.mark.every(2)
 def test_explicit_axes(name, mesh_for, ambient):
     """Where types refuse to contract what is cut, the optimizer within runs as on Auto axes."""
     mesh = mesh_for({"dp": 4}, "explicit")

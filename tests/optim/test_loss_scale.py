@@ -87,6 +87,7 @@ def test_finite_steps_are_those_without(stage, jit, mesh_for):
 
 @pytest.mark.parametrize("bad", [0, 3])
 @pytest.mark.not_smoke
+@pytest.mark.every(2)
 def test_what_one_device_finds_skips_the_step_on_all(bad, axis_types, mesh_for, ambient):
     mesh = mesh_for({"dp": 4}, axis_types)
     params = {"w": sk.shard_tensor(np.ones((8, 4), np.float32), [R], mesh)}
@@ -107,6 +108,7 @@ def test_what_one_device_finds_skips_the_step_on_all(bad, axis_types, mesh_for, 
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.not_smoke
 def test_an_overflow_of_the_sum_skips(dtype, mesh_for):
     """Every contribution is finite, their sum isn't."""
     mesh = mesh_for({"dp": 4})
@@ -136,6 +138,7 @@ def test_short_floats_keep_small_gradients(dtype, mesh_for):
     assert optax.apply_updates(params, updates)["w"].dtype == dtype
 
 
+@pytest.mark.not_smoke
 def test_growth_and_bounds():
     tx = sk.dynamic_loss_scale(
         optax.sgd(1.0), initial_scale=2.0, growth_interval=2, factor=4.0, min_scale=1.0, max_scale=20.0
@@ -149,6 +152,7 @@ def test_growth_and_bounds():
     assert (int(state.good_steps), int(state.skipped)) == (1, 5)
 
 
+@pytest.mark.not_smoke
 def test_extra_arguments_and_no_parameters():
     tx = sk.dynamic_loss_scale(optax.polyak_sgd(1.0), initial_scale=4.0)
     params = jnp.array([1.0, 2.0])
@@ -159,6 +163,7 @@ def test_extra_arguments_and_no_parameters():
     np.testing.assert_array_equal(plain.update(4 * params, plain.init(params))[0], -params)
 
 
+@pytest.mark.not_smoke
 def test_costs_no_reduction(mesh_for):
     """Beside the optimizer without it: sums of scalars only."""
     mesh = mesh_for({"dp": 4})

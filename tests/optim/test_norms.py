@@ -32,6 +32,7 @@ def trees(mesh, scale=1.0):
 @pytest.mark.parametrize(
     "count", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
 )
+@pytest.mark.every(2)
 def test_global_norm(count, axis_types, mesh_for, ambient):
     mesh = mesh_for({"x": count}, axis_types)
     placed, plain = trees(mesh)
@@ -70,6 +71,7 @@ def test_within_a_manual_region(mesh_for):
 
 @pytest.mark.parametrize("where", ["partial", "sharded", "replicated", "padded", "complex"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.not_smoke
 def test_all_finite(where, bad, mesh_for):
     """One element of one device's part is enough."""
     mesh = mesh_for({"x": 4})
@@ -104,6 +106,7 @@ def test_all_finite_within_a_manual_region(mesh_for):
 
 
 @pytest.mark.parametrize("ask", [lambda x: sk.global_norm([x]), lambda x: sk.all_finite([x])], ids=["norm", "finite"])
+@pytest.mark.not_smoke
 def test_regions_without_types(ask, mesh_for):
     """Where types don't say what varies, one device's part would pass for the whole."""
     mesh = mesh_for({"dp": 4})

@@ -49,6 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize("fuse", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize(("shape", "placements", "axis"), CASES, ids=str)
+@pytest.mark.every(3)
 def test_against_one_device(shape, placements, axis, fuse, axis_types, mesh_for, ambient):
     mesh = mesh_for(shape, axis_types)
     tree, wanted = gradients(mesh, placements)

@@ -83,6 +83,7 @@ def close(got, wanted):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.every(2)
 def test_against_one_device(name, mesh_for):
     """After five steps; parameters stay where they were, large state is cut, the scalars of it are whole."""
     mesh = mesh_for({"dp": 4})
@@ -97,6 +98,7 @@ def test_against_one_device(name, mesh_for):
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: s.__name__)
+@pytest.mark.not_smoke
 def test_stages_and_what_each_device_keeps(stage, mesh_for):
     mesh = mesh_for({"dp": 4})
     cut = stage is sk.ShardingStage3
@@ -116,6 +118,7 @@ def test_stages_and_what_each_device_keeps(stage, mesh_for):
 @pytest.mark.parametrize("fuse", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.not_smoke
+@pytest.mark.every(2)
 def test_a_linear_layer_and_adamw(fuse, columns, mesh_for):
     """Linear(10, 10), a batch of ten on two devices, five steps, stage 1; a column-sharded weight besides."""
     mesh = mesh_for({"dp": 2, "tp": 2} if columns else {"dp": 2})
@@ -226,6 +229,7 @@ def test_a_batch_axis_outside_another_on_one_dim(fuse, spec, mesh_for):
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 256, None])
+@pytest.mark.not_smoke
 def test_buckets(bucket_bytes, mesh_for):
     """The same values; collectives there and back as many as buckets, whatever the number of parameters."""
     mesh = mesh_for({"dp": 4})
@@ -288,6 +292,7 @@ def test_with_the_optimizer_of_flax(mesh_for):
     assert len(moments) == 8 and not any(x.sharding.is_fully_replicated for x in moments)
 
 
+@pytest.mark.not_smoke
 def test_parameters_stay_where_they_are_for_a_hundred_steps(mesh_for):
     mesh = mesh_for({"dp": 4, "tp": 2})
     at = {"w": {"tp": S(1)}, "b": {"tp": S(0)}}

@@ -87,6 +87,7 @@ EVERY = [(n, m) for n in (1, 2, 4, 8) for m in (1, 2) if (n, m) not in FAST]
 
 
 @pytest.mark.parametrize(("count", "microbatches"), FAST + [pytest.param(*c, marks=pytest.mark.slow) for c in EVERY])
+@pytest.mark.not_smoke
 def test_models_of_flax(count, microbatches, wanted, mesh_for):
     """What Flax's own layers give on one device; nothing but the value is communicated."""
     mesh = mesh_for({"dp": count})

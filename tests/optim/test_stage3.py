@@ -38,6 +38,7 @@ def placed(mesh):
     return {name: sk.shard_tensor(x, at.get(name, {}), mesh) for name, x in PARAMS.items()}
 
 
+@pytest.mark.not_smoke
 def test_where_they_are_cut(axis_types, mesh_for, ambient):
     """The lowest dim that nothing cuts; flat where none divides; whole where there's too little of it."""
     mesh = mesh_for({"dp": 4, "tp": 2}, axis_types)
@@ -69,8 +70,8 @@ def test_other_leaves_are_left_alone(mesh_for):
         ({"dp": 4, "tp": 2}, "use", 1),
         ({"dp": 4, "tp": 2}, "step", 2),
         ({"dp": 1}, "use", 2),
-        ({"dp": 2}, "use", 2),
-        ({"dp": 8}, "use", 1),
+        pytest.param({"dp": 2}, "use", 2, marks=pytest.mark.slow),
+        pytest.param({"dp": 8}, "use", 1, marks=pytest.mark.slow),
         ({"dp": 8}, "step", 1),
     ],
     ids=str,
@@ -109,6 +110,7 @@ def test_explicit_axes(mesh_for, ambient):
                 np.testing.assert_allclose(np.asarray(g.reduce()), np.asarray(wanted[1][name]), rtol=1e-10)
 
 
+@pytest.mark.not_smoke
 def test_unknown_placements_are_the_compilers(mesh_for):
     """Without param_placements, under jit: the same numbers."""
     mesh = mesh_for({"dp": 4})
@@ -157,6 +159,7 @@ def stacked_loss(layer):
     return run
 
 
+@pytest.mark.not_smoke
 def test_layers_in_a_scan(mesh_for):
     """Each gathers its own, forward and backward: one layer's parameters are whole at a time."""
     mesh = mesh_for({"dp": 4, "tp": 2})

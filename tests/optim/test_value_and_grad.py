@@ -84,6 +84,7 @@ def close(got, wanted, rtol=1e-10):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.every(4)
 def test_against_one_device(model, count, microbatches, mesh_for):
     """The scale is right whatever the number of devices, and nothing but the value is reduced, nothing in the loop."""
     mesh = mesh_for({"dp": count})
@@ -229,6 +230,7 @@ def test_slices_where_no_axis_cuts_dim_0(reduce, mesh_for):
         step(w, x[:3])
 
 
+@pytest.mark.not_smoke
 def test_short_floats(mesh_for):
     """Neither a count nor the sum over slices goes through a dtype that can't hold it."""
     mesh = mesh_for({"dp": 4})
@@ -279,6 +281,7 @@ def test_named_arguments_and_keys_in_a_state(mesh_for):
     np.testing.assert_allclose(float(grads["w"].reduce()), noise.mean() + X[:, 0].mean() - Y[:, 0].mean(), rtol=1e-9)
 
 
+@pytest.mark.not_smoke
 def test_tied_weights_are_one_leaf(mesh_for):
     """Used twice, summed once."""
     mesh = mesh_for({"dp": 4})
@@ -293,6 +296,7 @@ def test_tied_weights_are_one_leaf(mesh_for):
     sk.assert_collectives(lambda g: sk.reduce_gradients(g, "all_reduce", axis="dp"), grads, all_reduce=1)
 
 
+@pytest.mark.not_smoke
 def test_argnums(mesh_for):
     mesh = mesh_for({"dp": 2})
 
@@ -398,6 +402,7 @@ def test_explicit_zero_counts(mesh_for):
     assert np.isnan(float(value))
 
 
+@pytest.mark.not_smoke
 def test_placements_that_jit_hides(mesh_for):
     """Said, the gradient of a column-sharded weight is cut like it, and nothing crosses that axis for it."""
     mesh = mesh_for({"dp": 4, "tp": 2})

@@ -51,6 +51,7 @@ def on_one_device(framework: str) -> Any:
         pytest.param("linen", {"dp": 4, "tp": 2}, 1, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.not_smoke
 def test_masks_are_those_of_one_device(framework, axes, microbatches):
     mesh = sk.make_mesh(axes)
     config: dict[str, Any] = {"dp": {"axis": "dp", "stage": 1}}

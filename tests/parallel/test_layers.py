@@ -54,7 +54,20 @@ def check(case: LayerCase, axis_types="auto", tolerance=1e-9):
     assert_little_travels(case, program, mesh, want_params)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# Each a word away from another that stays.
+ALIKE = {
+    *("conv CIRCULAR, dilated", "conv REFLECT", "conv int padding", "conv padding, an int a dim", "conv pairs"),
+    *("conv one stride for all", "conv several batch dims", "conv no batch dim"),
+    *("up VALID", "up int padding", "up pairs", "up CIRCULAR, odd kernel", "up CIRCULAR, transposed even kernel"),
+    *("up several batch dims", "up dilated, no bias", "batch norm, exact variance", "batch norm, H and W"),
+    *("batch norm, neither scale nor bias", "group norm, padded batch"),
+    *("instance norm, exact variance", "layer norm, no epsilon", "layer norm of the image, exact variance, H and W"),
+    *("layer norm of H, W is cut", "layer norm, exact variance, padded batch", "rms norm, no epsilon, padded batch"),
+    *("rms norm of the image, H and W, no scale", "dropout of whole channels"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in LAYERS])
 def test_sharded_layer_equals_the_plain_one(name):
     check(LAYERS[name])
 
@@ -82,6 +95,7 @@ def test_the_table_covers_every_layer_there_is():
     ],
 )
 @pytest.mark.parametrize("kind", ["eager", "jit"])
+@pytest.mark.every(2)
 def test_plain_arrays_of_uneven_size_give_plain_arrays(name, kind):
     case = LAYERS[name]
     layer = sk.parallelize(case.build(), {"**": case.plan()}, sk.make_mesh(dict(case.mesh)))
@@ -99,15 +113,15 @@ def test_a_plain_even_array_stays_sharded():
 
 GARBAGE = [
     "batch norm, exact variance",
-    "batch norm",
+    pytest.param("batch norm", marks=pytest.mark.slow),
     "group norm",
     "instance norm",
     "layer norm",
-    "layer norm, no epsilon",
+    pytest.param("layer norm, no epsilon", marks=pytest.mark.slow),
     "layer norm of the image",
-    "layer norm over features, scale over space",
+    pytest.param("layer norm over features, scale over space", marks=pytest.mark.slow),
     "rms norm, no epsilon, padded batch",
-    "rms norm of the image",
+    pytest.param("rms norm of the image", marks=pytest.mark.slow),
     "dropout",
     "prelu",
 ]
@@ -131,6 +145,7 @@ def test_garbage_in_padded_tails_never_shows(name):
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.not_smoke
 def test_batch_norm_of_low_precision_has_the_dtypes_of_flax(dtype, affine):
     make = lambda: nnx.BatchNorm(3, dtype=dtype, use_scale=affine, use_bias=affine, rngs=nnx.Rngs(0))  # noqa: E731
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 13, 3)), jnp.bfloat16)
@@ -142,6 +157,7 @@ def test_batch_norm_of_low_precision_has_the_dtypes_of_flax(dtype, affine):
     np.testing.assert_allclose(sharded.var[...], plain.var[...], rtol=1e-5)
 
 
+@pytest.mark.not_smoke
 def test_batch_norm_switches_between_training_and_evaluation():
     case = LAYERS["batch norm"]
     mesh = sk.make_mesh(dict(case.mesh))
@@ -205,6 +221,7 @@ def test_norms_sum_as_little_as_possible(name, count):
     ],
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.every(2)
 def test_layers_that_are_local_communicate_nothing(name, axis_types):
     case = LAYERS[name]
     mesh = sk.make_mesh(dict(case.mesh), axis_types=axis_types)
@@ -219,6 +236,7 @@ def test_layers_that_are_local_communicate_nothing(name, axis_types):
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.not_smoke
+@pytest.mark.every(3)
 def test_layer_norms_of_low_precision_have_the_dtypes_of_flax(make, dtype, given):
     if given == jnp.complex64 and dtype is not None:
         pytest.skip("Flax refuses to make reals of complex numbers")
@@ -237,6 +255,7 @@ def test_layer_norms_of_low_precision_have_the_dtypes_of_flax(make, dtype, given
         np.testing.assert_allclose(np.asarray(got).astype(wide), np.asarray(want).astype(wide), atol=tolerance)
 
 
+@pytest.mark.not_smoke
 def test_layer_norm_of_features_runs_flax_itself_on_arrays():
     """With a mask, too, and of an array that has no spatial dims: nothing to say, nothing to do."""
     x, mask = np.random.default_rng(0).normal(size=(5, 3)), np.arange(15).reshape(5, 3) % 4 > 0
@@ -267,11 +286,11 @@ def test_dropout_draws_what_it_draws_of_the_whole_and_goes_on_drawing(rate, kind
     "name",
     [
         "layer norm",
-        "layer norm of the image, scale over features, padded batch",
-        "rms norm",
+        pytest.param("layer norm of the image, scale over features, padded batch", marks=pytest.mark.slow),
+        pytest.param("rms norm", marks=pytest.mark.slow),
         "prelu",
         "group norm",
-        "instance norm, exact variance",
+        pytest.param("instance norm, exact variance", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.not_smoke
@@ -302,6 +321,7 @@ def test_inside_a_manual_region(name):
     assert_close(got[1][1][tuple(slice(s) for s in shape)], want[1][1])
 
 
+@pytest.mark.not_smoke
 def test_a_scale_with_a_place_in_the_image_is_refused_in_a_manual_region():
     mesh, spec = sk.make_mesh(SP4), jax.sharding.PartitionSpec(None, "sp")
     layer = sk.parallelize(LAYERS["layer norm over features, scale over space"].build(), {"": sk.ConvParallel()}, mesh)
@@ -314,6 +334,8 @@ def test_a_scale_with_a_place_in_the_image_is_refused_in_a_manual_region():
 
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_a_wrapped_convolution_is_sharded_inside_its_wrapper(wrapper, axis_types):
     """The wrapper stays Flax's own: it changes the kernel in place, then calls the twin."""
     case, mesh = LAYERS["conv strides"], sk.make_mesh(SP4, axis_types=axis_types)
@@ -393,6 +415,7 @@ CANNOT = {
 
 @pytest.mark.parametrize("name", CANNOT)
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.every(2)
 def test_what_cannot_run_sharded_runs_whole_and_says_why(name, padded):
     make, arguments, message = CANNOT[name]
     case = LayerCase(make, (2, 5, 2))
@@ -413,6 +436,7 @@ def test_out_sharding_is_left_to_flax():
     assert got.shape == (2, 11, 3)
 
 
+@pytest.mark.not_smoke
 def test_a_norm_that_reduces_over_its_own_axis_says_so():
     layer = nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))
     layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
@@ -466,16 +490,16 @@ def test_the_helper_makes_numbers_that_matter():
 
 EXPLICIT = [
     "conv strides",
-    "conv several batch dims",
+    pytest.param("conv several batch dims", marks=pytest.mark.slow),
     "up SAME",
     "batch norm",
-    "batch norm, frozen",
+    pytest.param("batch norm, frozen", marks=pytest.mark.slow),
     "group norm",
     "instance norm",
-    "layer norm",
+    pytest.param("layer norm", marks=pytest.mark.slow),
     "layer norm of the image",
-    "layer norm of the image, scale over features, padded batch",
-    "layer norm over features, scale over space",
+    pytest.param("layer norm of the image, scale over features, padded batch", marks=pytest.mark.slow),
+    pytest.param("layer norm over features, scale over space", marks=pytest.mark.slow),
     "rms norm of the image",
     "dropout",
     "prelu",

@@ -143,7 +143,7 @@ OF_LINEN = {
     ),
 }
 
-# One of each kind and of what differs between the two frameworks; nnx's tests have the rest of the table every time.
+# One of each kind and of what differs between the two frameworks; nnx's tests have most of the rest every time.
 OFTEN = [
     "conv CIRCULAR, even kernel",
     "conv mask, no bias",
@@ -263,6 +263,7 @@ def check_model(axis_types, with_gradients):
     assert_trees_close(after, want_after, 1e-5)
 
 
+@pytest.mark.not_smoke
 def test_parameters_of_single_layers_are_those_of_flax():
     """Names, shapes, dtypes and values, of a plain array too; boxes and their names stay where they are."""
     mesh = sk.make_mesh(SP4)
@@ -315,6 +316,7 @@ def test_other_types_are_left_alone():
     assert travels == {nn.Conv: True, nn.ConvLocal: False, Own: False}
 
 
+@pytest.mark.not_smoke
 def test_layers_may_be_called_by_keyword_and_report_intermediates():
     module, x = nn.Conv(3, 3), np.ones((2, 13, 2), np.float32)
     variables, mesh = initial(module, x), sk.make_mesh(SP4)
@@ -486,6 +488,7 @@ def test_what_cannot_run_sharded_runs_whole_and_says_why(name):
         jax.eval_shape(lambda *a: call(*a), variables, x)
 
 
+@pytest.mark.not_smoke
 def test_a_norm_that_reduces_over_its_own_axis_says_so():
     module, x = nn.BatchNorm(False, axis_name="batch"), np.random.default_rng(0).normal(size=(3, 2, 5, 2))
     variables = initial(module, x[0])
@@ -515,6 +518,7 @@ def test_what_flax_refuses_is_refused(module, message):
         initial(module, np.ones((2, 8, 8, 2), np.float32))
 
 
+@pytest.mark.not_smoke
 def test_layer_norm_of_features_runs_flax_itself_on_arrays():
     """With a mask, too, and of an array that has no spatial dims: nothing to say, nothing to do."""
     x, mask = np.random.default_rng(0).normal(size=(5, 3)), jnp.asarray(np.arange(15).reshape(5, 3) % 4 > 0)

@@ -51,7 +51,6 @@ ROWS = [
 ]
 ALWAYS = {
     ("linen", "MLP", "fsdp x tp"),
-    ("linen", "UNet", "dp x sp"),
     ("nnx", "UNet3D", "D x W"),
 }
 

@@ -65,6 +65,7 @@ def sweep(count: int, seed: int) -> list[LayerCase]:
 
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
+@pytest.mark.every(3)
 def test_random_norms(number):
     """Values, gradients of image, scale and bias, running statistics, collectives; every fourth Explicit."""
     check(sweep(CI_SLICE, seed=2026)[number], "explicit" if number % 4 == 3 else "auto", tolerance=1e-10)

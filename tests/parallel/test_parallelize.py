@@ -158,6 +158,7 @@ def test_parameters_keep_names_shapes_and_values_and_lie_on_the_mesh():
             assert leaf.sharding.mesh == mesh and leaf.sharding.is_fully_replicated
 
 
+@pytest.mark.not_smoke
 def test_states_load_either_way():
     mesh = sk.make_mesh({"sp": 4})
     x, _ = batch()
@@ -194,6 +195,7 @@ def test_patterns_pick_layers(pattern, expected):
     assert sorted(changed) == sorted(expected)
 
 
+@pytest.mark.not_smoke
 def test_parallelizing_again_replaces_the_plan():
     x, _ = batch()
     want = apply(plain_model(), x)
@@ -244,6 +246,7 @@ def test_two_spatial_dims():
     assert_same_state(nnx.state(model), nnx.state(plain), rtol=1e-9)  # running statistics
 
 
+@pytest.mark.not_smoke
 def test_padded_goes_through_a_stack_of_layers():
     make = lambda: randomized(  # noqa: E731
         nnx.Sequential(
@@ -262,6 +265,7 @@ def test_padded_goes_through_a_stack_of_layers():
     np.testing.assert_allclose(np.asarray(out), apply(make(), x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.not_smoke
 def test_split_merge_clone_and_grad():
     mesh = sk.make_mesh({"sp": 4})
     x, _ = batch()

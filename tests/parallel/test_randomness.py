@@ -110,6 +110,7 @@ def test_positions_that_are_not_hashed():
         assert (got == jax.random.bernoulli(KEY, 0.5, (6, 8))[3:5, 1:]).all()
 
 
+@pytest.mark.not_smoke
 def test_the_block_alone_is_computed():
     """No array of the whole size, and nothing is communicated where the compiler shares out another dim."""
     mesh = sk.make_mesh({"dp": 2, "tp": 4})
@@ -189,6 +190,7 @@ WAYS = [{}, {"broadcast_dims": (0,)}, {"broadcast_dims": (-1,)}, {"rate": 1.0}, 
 
 # Outside of a region nnx layers are Flax's own.
 @pytest.mark.parametrize(("way", "inside"), [({}, False), *((way, True) for way in WAYS)], ids=str)
+@pytest.mark.every(2)
 def test_nnx_layers(way, inside):
     """Values, and the number of keys taken, as of Flax's layer: of the whole, or of its rows."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 3)))
@@ -204,6 +206,7 @@ def test_nnx_layers(way, inside):
 
 
 @pytest.mark.parametrize(("way", "inside"), [*((way, False) for way in WAYS), (WAYS[2], True)], ids=str)
+@pytest.mark.every(2)
 def test_linen_layers(way, inside):
     class Model(linen.Module):
         @linen.compact

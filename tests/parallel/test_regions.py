@@ -85,6 +85,7 @@ def _set(mesh: Any, run: Any, *args: Any) -> Any:
         return run(*args)
 
 
+@pytest.mark.not_smoke
 def test_what_is_no_array_is_part_of_the_program():
     mesh, x = sk.make_mesh({"sp": 4}), images()
     plain = Encoder(nnx.Rngs(0))
@@ -163,6 +164,7 @@ class Join(nnx.Module):
         return y if bias is None else y + bias
 
 
+@pytest.mark.not_smoke
 def test_another_image_is_cut_as_the_first():
     mesh, x, skip = sk.make_mesh({"sp": 4}), images(), images(1)
     model = sk.parallelize(Join(nnx.Rngs(0)), {"": sk.ConvParallel("sp", "W")}, mesh)

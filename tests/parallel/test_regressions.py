@@ -31,6 +31,7 @@ def x_of(*shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.not_smoke)])
+@pytest.mark.not_smoke
 def test_short_floats_beside_another_axis(sequence):
     """XLA on CPU stopped the process when it summed bfloat16 in a region that leaves an axis to it."""
 
@@ -176,6 +177,7 @@ def test_a_linen_model_that_is_used_in_ways_its_plan_cannot_follow():
     assert copy.copy(model).apply(params, x).shape == (4, 8)
 
 
+@pytest.mark.not_smoke
 def test_patterns_of_layers_that_only_training_calls():
     class Net(nn.Module):
         @nn.compact
@@ -235,6 +237,7 @@ def test_one_axis_cannot_cut_heads_and_the_sequence():
 
 
 @pytest.mark.parametrize("axes", [{"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}])
+@pytest.mark.not_smoke
 def test_embeddings_and_layers_on_explicit_axes(axes):
     """An axis of one device is still in the types; and a lookup's derivative must be told where it lives."""
 

@@ -59,6 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("framework", "axes", "sequence"), CASES)
+@pytest.mark.not_smoke
 def test_a_block_sends_what_the_textbook_says(framework, axes, sequence):
     """A row layer: one all-reduce forward; a column layer (of one input): one backward. Four a block, two around them.
 
@@ -126,6 +127,7 @@ def test_an_mlp_on_either_kind_of_axes(types):
     assert report.count("all_gather", axis="dp") == report.count("all_to_all") == 0, str(report)
 
 
+@pytest.mark.not_smoke
 def test_layers_that_read_one_input_send_its_gradient_once():
     """Query, key and value, or gate and up: their parts of the gradient are added up first, casts included."""
     mesh = sk.make_mesh({"tp": 4})
@@ -180,6 +182,7 @@ def test_gather_output_and_whole_inputs():
 @pytest.mark.parametrize("plan", [C, R])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize("kind", ["general", "einsum", "embed"])
+@pytest.mark.every(2)
 def test_every_layer_that_multiplies(framework, kind, plan):
     """Values, gradients, and where parameters are; of layers other than Linear."""
     from flax import linen as nn

@@ -38,6 +38,7 @@ def specs(model) -> dict[str, P]:
     return {path: P(*entries) for path, entries in found.items()}
 
 
+@pytest.mark.not_smoke
 def test_every_parameter_is_placed_and_keeps_its_name():
     plain = NnxMLP(nnx.Rngs(0))
     names = [path for path, _ in variables_of(plain)]
@@ -76,6 +77,7 @@ def test_made_sharded_with_the_values_of_the_seed():
     np.testing.assert_allclose(y, planned.apply(variables, x), rtol=1e-6)
 
 
+@pytest.mark.not_smoke
 def test_checkpoints_go_either_way():
     plain, model = NnxMLP(nnx.Rngs(0)), sk.parallelize(NnxMLP(nnx.Rngs(1)), {"up": C, "down": R}, mesh())
     saved = nnx.to_pure_dict(nnx.state(plain))
@@ -376,6 +378,7 @@ def test_attention_with_functions_and_masks_of_its_own():
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.not_smoke
 def test_attention_alone_is_a_model_too(framework):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32))
     if framework == "nnx":

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import shardkit as sk
+from shardkit.launch import initialize
 
-import shardkit as sk  # noqa: E402
+initialize()
 
 mesh = sk.make_mesh({"x": 2, "y": 2})
 value = np.arange(64.0, dtype=np.float32).reshape(8, 8)

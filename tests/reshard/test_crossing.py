@@ -208,6 +208,7 @@ def cases(here, there, shape, kinds, count):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (5, 7)], ids=str)
+@pytest.mark.not_smoke
 def test_no_device_receives_less_than_it_lacks(shape):
     """Brute force, element by element of what each device holds before and needs after."""
     for (here, mine), (there, theirs) in CROSSINGS:
@@ -222,6 +223,7 @@ def test_no_device_receives_less_than_it_lacks(shape):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (5, 7)], ids=str)
+@pytest.mark.not_smoke
 def test_order_of_steps(shape):
     """Reductions before the transfer, on the source's axes; contributions after it, on the destination's, and last."""
     reduces = {"psum", "pmax", "psum_scatter"}

@@ -109,6 +109,7 @@ def draw(way, kind, seed):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.every(2)
 def test_sums_and_values(way, axis_types, ambient):
     check_derivatives(way, "sum", draw(way, "sum", way), axis_types, ambient)
 
@@ -118,12 +119,16 @@ PARTIAL_WAYS = [WAYS[5], WAYS[7]]
 
 @pytest.mark.parametrize("kind", ["mean", "max", "min", "prod"])
 @pytest.mark.parametrize("way", PARTIAL_WAYS, ids=str)
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_other_kinds(way, kind, ambient):
     check_derivatives(way, kind, draw(way, kind, (way, kind)), "auto", ambient)
 
 
 @pytest.mark.parametrize("way", [WAYS[4], WAYS[6]], ids=str)
 @pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_ties_share(way, kind, ambient):
     a, tangent, many = draw(way, kind, kind)
     check_derivatives(way, kind, (np.round(a), tangent, np.round(many)), "explicit", ambient)
@@ -147,6 +152,7 @@ def test_gradients_of_products_with_zeros(way, zeros):
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[5], WAYS[7]], ids=str)
+@pytest.mark.every(2)
 def test_eager_gradients(way, axis_types, ambient):
     mesh = mesh_of(SQUARE, axis_types)
     src, dst = both_ends(way, "sum", mesh)
@@ -168,6 +174,8 @@ def test_eager_gradients(way, axis_types, ambient):
 
 @pytest.mark.parametrize("kind", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_low_precision(dtype, kind):
     mesh = mesh_of(SQUARE)
     src, dst = both_ends(WAYS[5], kind, mesh)
@@ -257,6 +265,7 @@ def linear_pairs(mesh, kind):
 
 @pytest.mark.parametrize("kind", ["sum", "mean"])
 @pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)
+@pytest.mark.every(2)
 def test_adjoint_of_some(mesh, kind, axis_types, ambient):
     mesh = mesh_of(tuple(mesh.items()), axis_types)
     for src, dst in sample(linear_pairs(mesh, kind), 4, (mesh.axis_sizes, kind, axis_types)):

@@ -63,6 +63,7 @@ def test_groups_partition_the_devices(case):
 
 
 @given(factors_and_chosen())
+@pytest.mark.not_smoke
 def test_a_group_counts_through_its_factors(case):
     """The n-th device of every group is the one whose coordinates along the factors spell n."""
     factors, chosen = case

@@ -63,6 +63,7 @@ def check_order(x, kind):
 @pytest.mark.parametrize("dtype", FLOATS)
 @hypothesis.settings(max_examples=25)
 @given(data=st.data())
+@pytest.mark.every(2)
 def test_any_bits(dtype, kind, data):
     x = data.draw(of_bits(dtype))
     check_round_trip(x, kind)

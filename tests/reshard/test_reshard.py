@@ -79,6 +79,7 @@ def check_pair(src, dst, shape, dtype, axis_types, ambient):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.every(4)
 def test_some_of_every_kind(mesh, kind, axis_types, ambient):
     mesh = mesh_of(tuple(mesh.items()), axis_types)
     for ndim, count in ((1, 1), (2, 2), (3, 1)):
@@ -88,6 +89,7 @@ def test_some_of_every_kind(mesh, kind, axis_types, ambient):
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "prod"])
+@pytest.mark.every(2)
 def test_integers(kind, axis_types, ambient):
     mesh = mesh_of((("x", 2), ("y", 4)), axis_types)
     found = pairs(mesh, 2, kind)
@@ -165,6 +167,7 @@ def both_ends(way, mesh):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.every(2)
 def test_eager_jit_and_scan(way, axis_types, ambient):
     mesh = mesh_of(GRID, axis_types)
     src, dst = both_ends(way, mesh)
@@ -369,6 +372,7 @@ def check_padded(found, shape, seed):
 @pytest.mark.parametrize("kind", ["sum", "max"])
 @pytest.mark.parametrize("shape", UNEVEN, ids=str)
 @pytest.mark.parametrize("mesh", UNEVEN_MESHES, ids=str)
+@pytest.mark.every(3)
 def test_some_padded(mesh, shape, kind):
     mesh = mesh_of(tuple(mesh.items()))
     sources = sample(layouts(mesh, len(shape), kind), 3, (mesh.axis_sizes, shape, kind))
@@ -385,6 +389,7 @@ def test_every_padded_pair(mesh, shape, kind):
     check_padded(pairs(mesh, len(shape), kind, orders=True), shape, kind)
 
 
+@pytest.mark.not_smoke
 def test_padded_eagerly_and_on_explicit_axes(axis_types, ambient):
     mesh = mesh_of(GRID, axis_types)
     names = ([S(0), S(1)], [R, S(0)], [PARTIAL, S(1)], [R, R])
@@ -433,6 +438,7 @@ def extreme_stack(dtype, seed=0):
 @pytest.mark.parametrize("goal", [R, S(0)], ids=str)
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int8", "uint8", "int64"])
+@pytest.mark.every(2)
 def test_extremes(dtype, kind, goal):
     mesh = mesh_of(LINE)
     stack = extreme_stack(dtype)
@@ -451,6 +457,7 @@ def test_the_extreme_of_both_zeros(kind, negative):
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "prod"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "int64"])
+@pytest.mark.every(3)
 def test_contributions_that_change_nothing(dtype, kind):
     mesh = mesh_of(LINE)
     value = extreme_stack(dtype)[0]

@@ -346,6 +346,7 @@ SHAPES = [(16,), (5,), (8, 16), (5, 7), (1, 3)]  # divides, doesn't, is smaller 
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mesh", [(2,), (4,), (8,), (2, 2), (3,), (2, 3)], ids=str)
+@pytest.mark.every(4)
 def test_small_meshes(mesh, shape, kinds):
     for source, goal in sample(mesh, len(shape), kinds, 100):
         check(mesh, shape, source, goal, kinds)
@@ -360,6 +361,7 @@ def test_axes_of_different_sizes(shape):
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 @pytest.mark.parametrize("shape", [(8, 16), (5, 7)], ids=str)
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.every(4)
 def test_samples(mesh, shape, kinds):
     for source, goal in sample(mesh, 2, kinds, 25):
         check(mesh, shape, source, goal, kinds)

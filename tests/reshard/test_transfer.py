@@ -71,6 +71,7 @@ def name(ways):
 
 
 @pytest.mark.parametrize("ways", SAME_ORDER + OTHERS, ids=name)
+@pytest.mark.every(2)
 def test_values(ways):
     src, dst = (sk.Layout(*end) for end in ways)
     x, value = source(name(ways), src, SHAPE, "float64")
@@ -175,6 +176,7 @@ def test_the_plan_counts_what_a_device_lacks(ways):
 
 
 @pytest.mark.parametrize("ways", SAME_ORDER[:4] + OTHERS[:8] + OTHERS[10:12], ids=name)
+@pytest.mark.every(2)
 def test_padded(ways):
     src, dst = (sk.Layout(*end) for end in ways)
     x, value = padded_source(name(ways), src, (5, 7), np.nan)
@@ -187,6 +189,7 @@ def test_padded(ways):
 @pytest.mark.parametrize(
     "ways", [SAME_ORDER[0], SAME_ORDER[2], *OTHERS[1:3], OTHERS[5], OTHERS[6], OTHERS[10]], ids=name
 )
+@pytest.mark.every(2)
 def test_gradients(ways):
     src, dst = (sk.Layout(*end) for end in ways)
     x, value = source(name(ways), src, SHAPE, "float64")

@@ -83,6 +83,7 @@ def check(case: Case, axis_types="auto", method="auto", tail=0.0):
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.every(2)
 def test_named_configurations(name, axis_types):
     check(NAMED[name], axis_types)
 
@@ -93,6 +94,7 @@ def sweep(count: int, seed: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
+@pytest.mark.every(3)
 def test_random_configurations(number):
     # Every fourth on an Explicit mesh.
     check(sweep(CI_SLICE, seed=2026)[number], "explicit" if number % 4 == 3 else "auto")
@@ -245,6 +247,7 @@ def test_dtypes(dtype, tolerance):
         assert [g.dtype for g in grads] == [dtype, dtype]
 
 
+@pytest.mark.not_smoke
 def test_bfloat16_kernel_gradient_beside_an_axis_left_to_the_compiler():
     """Summed in float32: XLA's CPU backend aborts the process on the 16-bit sum."""
     mesh = sk.make_mesh({"dp": 2, "sp": 4})
@@ -288,6 +291,7 @@ def test_second_derivatives(case):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * np.abs(b).max())
 
 
+@pytest.mark.not_smoke
 def test_vmap_remat_and_scan():
     mesh = SIMPLE.make_mesh()
     x, kernel = SIMPLE.operands()
@@ -302,6 +306,7 @@ def test_vmap_remat_and_scan():
     np.testing.assert_allclose(grads, want_grads, rtol=1e-10)
 
 
+@pytest.mark.not_smoke
 def test_garbage_in_padded_tails_never_shows():
     mesh = SIMPLE.make_mesh()
     x, kernel = SIMPLE.operands()
@@ -378,6 +383,7 @@ def test_inside_a_manual_region():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.not_smoke
 def test_nested_in_a_region_of_another_axis(check_vma):
     """Reverse mode through a shard_map inside another partly manual one, which plain JAX can't compile."""
     case = Case((("dp", 2), ("sp", 4)), (("sp", "W"),), "NHWC", "HWIO", (4, 13), (3, 3))

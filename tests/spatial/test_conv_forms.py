@@ -48,6 +48,7 @@ def sweep(method: str, count: int, seed: int) -> list[Case]:
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.every(3)
 def test_random_configurations(method, number, chosen):
     """Values and all derivatives with NaN in every padded tail; every fourth on an Explicit mesh."""
     case = sweep(method, CI_SLICE, seed=2026)[number]
@@ -67,6 +68,7 @@ def test_random_configurations_in_full(method, number, chosen):
 
 
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.not_smoke
 def test_the_sweep_reaches_what_it_should(method):
     """What the drawn configurations have in common with no other: counted, so that none is lost in silence."""
     seen = collections.Counter()
@@ -237,6 +239,7 @@ def test_every_form_moves_what_concat_moves(name, chosen):
         assert {conv.method for conv in chosen} == {method}
 
 
+@pytest.mark.not_smoke
 def test_chunks_of_a_dim_that_is_not_cut_move_nothing():
     case = Case(SP4, W, "NHWC", "HWIO", (16, 13), (3, 2), strides=(1, 3), padding=((1, 1), (0, 2)))
     assert case.in_form("blocks").axes[case.in_form("blocks").chunks.position] is None
@@ -351,6 +354,7 @@ def assert_close(got, want, tolerance=1e-10):
 
 
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.not_smoke
 def test_second_derivatives(method, chosen):
     mesh = SIMPLE.make_mesh()
     x, kernel = SIMPLE.operands()
@@ -365,6 +369,7 @@ def test_second_derivatives(method, chosen):
 
 
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.not_smoke
 def test_vmap_remat_and_scan(method):
     mesh = SIMPLE.make_mesh()
     x, kernel = SIMPLE.operands()
@@ -382,6 +387,7 @@ def test_vmap_remat_and_scan(method):
 
 
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.not_smoke
 def test_a_kernel_for_every_image_by_vmap(method):
     """A batch of kernels: the form's own batch dim isn't the one that vmap adds."""
     mesh = SIMPLE.make_mesh()
@@ -427,6 +433,7 @@ def test_nested_in_a_region_of_another_axis(method, chosen):
 
 @pytest.mark.parametrize("method", FORMS)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.every(2)
 def test_bfloat16(method, axis_types):
     """Types and shapes, gradients beside an axis left to the compiler too; near to concat in float32."""
     mesh = BESIDE.make_mesh(axis_types)
@@ -450,6 +457,7 @@ def test_bfloat16(method, axis_types):
 
 
 @pytest.mark.parametrize("method", FORMS)
+@pytest.mark.not_smoke
 def test_input_features_cut_over_an_explicit_axis(method):
     """Every part of a form sums its own contributions: values as ever, no kernel or image gathered."""
     case = Case((("tp", 2), ("sp", 4)), W, "NHWC", "HWIO", (3, 24), (3, 3), features=(4, 8))
@@ -463,6 +471,7 @@ def test_input_features_cut_over_an_explicit_axis(method):
     assert read_collectives(compiled.as_text(), mesh).count("all_to_all") == 0
 
 
+@pytest.mark.not_smoke
 def test_integers(chosen):
     mesh = SIMPLE.make_mesh()
     x, kernel = (np.round(a * 3).astype(np.int32) for a in SIMPLE.operands())

@@ -27,6 +27,7 @@ def dilated(count: int, seed: int):
 
 
 @pytest.mark.parametrize("number", range(3))
+@pytest.mark.every(2)
 def test_phases_of_dilated_inputs(platform, number):
     check(dilated(3, seed=5)[number], "explicit" if number % 4 == 3 else "auto")
 
@@ -34,6 +35,7 @@ def test_phases_of_dilated_inputs(platform, number):
 @pytest.mark.parametrize(
     "name", ["transposed, lhs dilation 2", "grouped, batch sharded too", "k=3 s=2 on two shards of 4"]
 )
+@pytest.mark.every(2)
 def test_named_configurations(platform, name):
     check(NAMED[name])
 

@@ -54,6 +54,7 @@ CASES = {
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(3)
 def test_equals_jnp(name, reduce):
     mesh_shape, spatial, placed, shape, axis = CASES[name]
     # Half of them on Explicit meshes.
@@ -126,6 +127,7 @@ def test_dtypes_are_those_of_jnp():
             np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=1e-2)
 
 
+@pytest.mark.not_smoke
 def test_second_derivatives_and_vmap():
     mesh = sk.make_mesh(SP4)
     x = image((2, 13, 1))

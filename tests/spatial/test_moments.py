@@ -54,6 +54,7 @@ def dims_of(spatial_axes, ndim):
 @pytest.mark.parametrize("fast_variance", [True, False])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(3)
 def test_equals_numpy(name, axis_types, fast_variance):
     shape_of_mesh, spatial, extra, shape, axis = CASES[name]
     mesh = sk.make_mesh(shape_of_mesh, axis_types=axis_types)
@@ -188,6 +189,7 @@ class Frozen(dict):
 
 
 @pytest.mark.parametrize("fast_variance", [True, False])
+@pytest.mark.not_smoke
 def test_gradient_equals_that_of_jnp_without_gathering(fast_variance):
     mesh = sk.make_mesh(DPSP)
     x = image((4, 3, 13, 2))
@@ -263,6 +265,7 @@ def test_inside_a_manual_region():
     assert sk.collectives(run, padded.array, mesh=mesh).by_kind() == {"all_reduce": 1}
 
 
+@pytest.mark.not_smoke
 def test_nested_in_a_region_of_another_axis():
     """Statistics of each half of the batch, differentiated through both regions."""
     mesh = sk.make_mesh(DPSP)

@@ -132,6 +132,7 @@ def sweep(count: int, seed: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
+@pytest.mark.every(3)
 def test_random_configurations(number):
     check(sweep(CI_SLICE, seed=2026)[number], "explicit" if number % 4 == 3 else "auto")
 
@@ -182,6 +183,7 @@ def test_named_pads():
     assert report.count("collective_permute") <= 6  # two each way, and for the tangent
 
 
+@pytest.mark.not_smoke
 def test_forms_of_pad_width_and_dtypes():
     mesh = sk.make_mesh({"sp": 4})
     x = np.arange(2 * 8 * 3).reshape(2, 8, 3)
@@ -195,6 +197,7 @@ def test_forms_of_pad_width_and_dtypes():
     np.testing.assert_array_equal(out, np.pad(flags, 1, constant_values=True))
 
 
+@pytest.mark.not_smoke
 def test_inside_a_manual_region_and_transformations():
     mesh = sk.make_mesh({"sp": 4})
     x = np.random.default_rng(0).normal(size=(3, 16))

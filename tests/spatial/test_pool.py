@@ -83,7 +83,14 @@ def check(case: Case, axis_types="auto"):
     return report
 
 
-@pytest.mark.parametrize("name", NAMED)
+# Windows on a line like those of ring_conv, which are run in each of these ways.
+ALIKE = {
+    *("k=s=2 on shards of 5", "VALID, output not divisible", "stride beyond the window", "dilated window, min"),
+    "base dilation, unit stride",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMED])
 def test_named_configurations(name):
     # Every third on an Explicit mesh.
     check(NAMED[name], "explicit" if list(NAMED).index(name) % 3 == 1 else "auto")
@@ -101,6 +108,7 @@ def sweep(count: int, seed: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
+@pytest.mark.every(3)
 def test_random_configurations(number):
     # Every fourth on an Explicit mesh.
     check(sweep(CI_SLICE, seed=2026)[number], "explicit" if number % 4 == 3 else "auto")
@@ -131,6 +139,7 @@ def test_random_configurations_in_full(number):
     ],
     ids=["max", "min", "avg", "avg of real ones"],
 )
+@pytest.mark.every(2)
 def test_equals_flax(ring, flax, padding):
     """Values and gradients, on plain arrays of a size the mesh doesn't divide."""
     mesh = sk.make_mesh({"sp": 4})
@@ -242,6 +251,7 @@ def test_a_nan_wins():
 
 
 @pytest.mark.parametrize(("kind", "dim"), [("max pool", 0), ("mul", 0), ("max pool", 1)])
+@pytest.mark.not_smoke
 def test_other_padded_dims_count_as_they_should(kind, dim):
     """A batch of 3 over 2 devices, or rows of 5: padded, not named, and full of NaN beyond."""
     mesh = sk.make_mesh({"dp": 2, "sp": 4})
@@ -289,6 +299,7 @@ SIMPLE = Case((("sp", 4),), (("sp", "W"),), "HW", (5, 13), (2, 3), (1, 2), featu
 
 
 @pytest.mark.parametrize("kind", ["numpy", "eager", "jit"])
+@pytest.mark.not_smoke
 def test_plain_arrays_give_plain_arrays(kind):
     mesh = SIMPLE.make_mesh()
     x, ring = SIMPLE.operand(), SIMPLE.ring(mesh)
@@ -313,6 +324,8 @@ def test_result_stays_sharded_and_uneven_explicit_ones_are_padded():
 
 
 @pytest.mark.parametrize("kind", ["max pool", "avg pool", "mul", "logaddexp"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_second_derivatives(kind):
     case = Case((("sp", 4),), (("sp", "W"),), "W", (13,), (3,), (2,), features=1, kind=kind, window_dilation=(2,))
     mesh = case.make_mesh()
@@ -327,6 +340,7 @@ def test_second_derivatives(kind):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
 
 
+@pytest.mark.not_smoke
 def test_vmap_remat_and_scan():
     mesh = SIMPLE.make_mesh()
     x = SIMPLE.operand()
@@ -344,6 +358,7 @@ def test_vmap_remat_and_scan():
 
 
 @pytest.mark.parametrize("kind", ["max pool", "avg pool", "mul"])
+@pytest.mark.every(2)
 def test_inside_a_manual_region(kind):
     """Blocks in, blocks out, a Padded where they are uneven; differentiated inside."""
     case = Case((("sp", 4),), (("sp", "W"),), "W", (13,), (3,), (2,), kind=kind)
@@ -366,6 +381,8 @@ def test_inside_a_manual_region(kind):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", ["max pool", "avg pool", "logaddexp"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_nested_in_a_region_of_another_axis(kind, check_vma):
     case = Case((("dp", 2), ("sp", 4)), (("sp", "W"),), "W", (13,), (3,), (2,), batch=(4,), kind=kind)
     mesh = case.make_mesh()

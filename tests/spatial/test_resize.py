@@ -140,6 +140,7 @@ def sweep(count: int, seed: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("number", range(CI_SLICE))
+@pytest.mark.every(3)
 def test_random_configurations(number):
     check(sweep(CI_SLICE, seed=2026)[number], "explicit" if number % 4 == 3 else "auto")
 
@@ -181,6 +182,7 @@ def test_long_blocks_in_chunks(shape):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.not_smoke
+@pytest.mark.every(2)
 def test_dtypes(method):
     mesh = sk.make_mesh({"sp": 4})
     x = np.random.default_rng(0).normal(size=(2, 13, 3)) * 20
@@ -195,6 +197,7 @@ def test_dtypes(method):
         )
 
 
+@pytest.mark.not_smoke
 def test_matrices_made_on_the_device(monkeypatch):
     """What large dims do: weights laid out from their band."""
     from shardkit.spatial.resizing import plan

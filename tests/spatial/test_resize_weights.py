@@ -21,6 +21,7 @@ def matrix(dim: Resampling):
 
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("method", WEIGHTED)
+@pytest.mark.every(2)
 def test_resize_weights_are_those_of_jax(method, antialias):
     for size, out in SIZES:
         got = matrix(Resampling(size, out, 1.0 / (out / size), 0.0, method, antialias, "float64"))
@@ -29,6 +30,8 @@ def test_resize_weights_are_those_of_jax(method, antialias):
 
 
 @pytest.mark.parametrize("method", WEIGHTED)
+@pytest.mark.every(3)
+@pytest.mark.not_smoke
 def test_weights_of_other_warps(method):
     for antialias, scale, shift in [(True, 0.4, 2.3), (False, 1.7, -3.1), (True, 1.0, 1.0), (True, -0.8, 9.5)]:
         inverse = 1.0 / np.float64(scale)
@@ -40,6 +43,8 @@ def test_weights_of_other_warps(method):
 
 
 @pytest.mark.parametrize("method", WEIGHTED)
+@pytest.mark.every(3)
+@pytest.mark.not_smoke
 def test_single_precision(method):
     with jax.enable_x64(False):
         for size, out in SIZES:
@@ -49,6 +54,7 @@ def test_single_precision(method):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.not_smoke
 def test_nearest_is_exact():
     """Where (o + 1/2) * size / out is no integer jax says the same; where it is, jax may be one below."""
     for size in (1, 7, 16, 30):

@@ -41,6 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(2)
 def test_equals_the_formula(name, axis_types):
     mesh_shape, spatial, placed, shape, size, axis, permutes = CASES[name]
     mesh = sk.make_mesh(mesh_shape, axis_types=axis_types)
@@ -84,6 +85,7 @@ def test_no_nan_without_k():
     np.testing.assert_allclose(np.asarray(grad), want, atol=1e-10)
 
 
+@pytest.mark.not_smoke
 def test_plain_arrays_defaults_and_manual_regions():
     mesh = sk.make_mesh({"sp": 4})
     x = np.random.default_rng(0).normal(size=(2, 16, 5)).astype(np.float32)

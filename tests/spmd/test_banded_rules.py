@@ -49,6 +49,7 @@ def test_backward_and_twice_sharded(mesh_for):
     assert kinds == {"collective_permute", "all_reduce"}  # the loss itself is a sum
 
 
+@pytest.mark.not_smoke
 def test_uneven(mesh_for):
     mesh = mesh_for({"sp": 4})
     x = rng.normal(size=(2, 13, 3))

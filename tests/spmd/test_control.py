@@ -48,6 +48,7 @@ def accumulated(w, batches):
 
 
 class TestScan:
+    @pytest.mark.not_smoke
     def test_gradients_stay_apart_in_the_loop(self, dp):
         program, report = check(accumulated, (None, {"dp": S(1)}), dp, W, rng.normal(size=(6, 8, 16)))
         assert report.count(in_loop=True) == 0

@@ -56,6 +56,7 @@ def test_lookup_in_a_table_cut_by_vocabulary(mode, fill):
     assert way.why == "masked lookup" and not way.traffic
 
 
+@pytest.mark.not_smoke
 def test_lookup_in_other_dtypes():
     places = [placed("tp", "dp"), placed(None, None)]
     for table, kind in ((np.arange(96).reshape(12, 8), "sum"), (TABLE > 0, "any")):
@@ -63,6 +64,7 @@ def test_lookup_in_other_dtypes():
         assert wanted(ways, places, placed(None, "dp", partial=("tp",), reduce=kind))
 
 
+@pytest.mark.not_smoke
 def test_lookup_where_blocks_are_padded():
     places = [placed(("tp", "dp"), None), placed(None, None)]
     ids = IDS.astype(np.int8)
@@ -78,6 +80,7 @@ def test_lookup_by_narrow_and_unsigned_indices():
     check(lookup("fill"), (TABLE, IDS.astype(np.uint64)), places, SIZES)
 
 
+@pytest.mark.not_smoke
 def test_lookup_of_contributions():
     table, ids = placed("dp", None, partial=("tp",)), placed(None, None)
     result = placed(None, None, partial=("dp", "tp"))
@@ -94,6 +97,7 @@ def test_lookup_of_contributions():
     )
 
 
+@pytest.mark.not_smoke
 def test_label_of_logits_cut_by_class():
     places = [placed("dp", "tp"), placed("dp", None, None)]
     for mode in ("fill", "promise_in_bounds"):
@@ -142,6 +146,7 @@ def test_slices_at_dynamic_places():
         assert wanted(ways, places, placed(*cut, partial=partial))
 
 
+@pytest.mark.not_smoke
 def test_slice_of_padded_blocks_and_of_contributions():
     def fun(*args):
         return sliced(*args, (4, 8))
@@ -152,6 +157,7 @@ def test_slice_of_padded_blocks_and_of_contributions():
     assert wanted(check(fun, args, [kept, placed(), placed()], SIZES), (kept,), kept)
 
 
+@pytest.mark.not_smoke
 def test_slices_are_replaced_at_dynamic_places():
     cut = placed("dp", "tp")
     for at, size in (((3, 0), (1, 8)), ((-4, 9), (12, 1)), ((50, 3), (7, 3))):
@@ -161,6 +167,7 @@ def test_slices_are_replaced_at_dynamic_places():
         assert wanted(ways, places, cut)
 
 
+@pytest.mark.not_smoke
 def test_replacement_in_padded_blocks_and_in_contributions():
     args = (TABLE[:11], ROWS[:4], np.int32(6), np.int32(0))
     check(replaced, args, [placed("tp", None), placed(None, None), placed(), placed()], SIZES)
@@ -168,6 +175,7 @@ def test_replacement_in_padded_blocks_and_in_contributions():
     assert wanted(check(replaced, args, [kept, kept, placed(), placed()], SIZES), (kept, kept), kept)
 
 
+@pytest.mark.not_smoke
 def test_vmapped_slices():
     """A gather with batching dims, and a scatter."""
     at = np.array([0, 11, 3, 20, 7, -1, 2, 5])
@@ -199,6 +207,7 @@ def test_gradient_of_a_table_cut_by_vocabulary(mode):
     assert wanted(ways, places, places[0])
 
 
+@pytest.mark.not_smoke
 def test_gradient_of_a_table_from_tokens_cut_by_batch():
     fun = scattered(lax.scatter_add, ADD, "drop")
     target = placed("tp", None, partial=("dp",))
@@ -219,6 +228,7 @@ def test_gradient_of_logits_cut_by_class():
 @pytest.mark.parametrize(
     ("scatter", "kind"), [(lax.scatter_min, "min"), (lax.scatter_max, "max"), (lax.scatter_mul, "prod")]
 )
+@pytest.mark.every(2)
 def test_scatters_of_other_kinds(scatter, kind):
     fun = scattered(scatter, ADD, "clip")
     target = placed("dp", None, partial=("tp",), reduce=kind)

@@ -122,6 +122,7 @@ class TestGradients:
         infer = sk.infer_gradient_placements(loss, {}, {"dp": S(0)}, mesh=MESH, has_aux=True)
         assert infer(f32(16, 4), f32(8, 16)).gradients[0].partial_axes == ("dp",)
 
+    @pytest.mark.not_smoke
     def test_they_are_what_a_gradient_is(self, mesh_for):
         mesh = mesh_for({"dp": 2, "tp": 4})
         rng = np.random.default_rng(0)

@@ -186,7 +186,6 @@ def cases(*given: Any) -> Any:
 
 
 @cases((TP, {"tp": R}), (DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
-@pytest.mark.not_smoke
 def test_mlp(shape, at, mesh_for):
     """Columns, a norm over cut features, rows: one sum forward, one of both moments of the norm, and back."""
     ran = trained(models.MLP, cross_entropy, "features", mesh_for(shape), at, MLP_CUTS if "tp" in shape else {})
@@ -229,6 +228,7 @@ def test_encoder(shape, at, mesh_for):
 
 
 @cases((TP, {"tp": R}), (DP, {"dp": S(0)}), (BOTH, {"dp": S(0)}))
+@pytest.mark.not_smoke
 def test_gpt(shape, at, mesh_for):
     layers = 1 if shape == TP else 2
     ran = trained(gpt(layers), cross_entropy, "tokens", mesh_for(shape), at, COLUMNS_AND_ROWS if "tp" in shape else {})

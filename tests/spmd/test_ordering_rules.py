@@ -34,6 +34,7 @@ def test_sort():
 
 
 @pytest.mark.parametrize("fun", [lax.argmax, lax.argmin])
+@pytest.mark.every(2)
 def test_argmax_over_a_cut_dim(fun):
     place = placed("dp", "tp")
     for x in (NANS, TIES):
@@ -43,6 +44,7 @@ def test_argmax_over_a_cut_dim(fun):
         assert list(way.traffic) == expected
 
 
+@pytest.mark.not_smoke
 def test_argmax_in_other_orders_and_dtypes():
     place = placed(None, ("tp", "dp"))
     assert way_of(check(lambda x: lax.argmax(x, 1, jnp.int32), (LOW[:, :11],), [place], SIZES), place, placed(None))
@@ -61,6 +63,7 @@ def test_top_k_over_a_cut_dim():
     assert all(not w.operands[0].dims[1] for w in few)
 
 
+@pytest.mark.not_smoke
 def test_top_k_over_several_axes():
     place = placed(None, ("tp", "dp"))
     assert way_of(check(lambda x: lax.top_k(x, 2), (TIES,), [place], SIZES), place, placed(None, None))
@@ -80,6 +83,7 @@ def test_approx_top_k():
 
 
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+@pytest.mark.every(2)
 def test_cumulative_over_a_cut_dim(name):
     fun = getattr(lax, name)
     place = placed("dp", "tp")
@@ -90,6 +94,7 @@ def test_cumulative_over_a_cut_dim(name):
     check(lambda x: fun(x, axis=1, reverse=True), (X[:, :13] - 1.5,), [placed(None, "tp")], SIZES)
 
 
+@pytest.mark.not_smoke
 def test_cumulative_with_nan_and_in_other_orders():
     place = placed(None, ("tp", "dp"))
     for fun, x in (
@@ -100,6 +105,7 @@ def test_cumulative_with_nan_and_in_other_orders():
         assert way_of(check(lambda x, f=fun: f(x, axis=1, reverse=True), (x,), [place], SIZES), place, place)
 
 
+@pytest.mark.not_smoke
 def test_cumulative_of_contributions():
     kinds = {lax.cumsum: "sum", lax.cummax: "max", lax.cumprod: "prod"}
     for fun, kind in kinds.items():

@@ -186,6 +186,7 @@ class TestResults:
 class TestWhere:
     @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
     @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "sp": 2, "tp": 2}])
+    @pytest.mark.every(2)
     def test_meshes(self, mesh_for, ambient, axis_types, sizes):
         mesh = mesh_for(sizes, axis_types)
         fun = lambda x, w: jax.nn.softmax(x @ w, -1).sum(0)  # noqa: E731

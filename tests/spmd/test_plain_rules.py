@@ -57,6 +57,7 @@ def test_partial_passes():
 
 
 @pytest.mark.parametrize("fun", [jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.maximum, jnp.arctan2])
+@pytest.mark.every(2)
 def test_binary(fun):
     check(lambda x, y: fun(x, y), (X, X[::-1]), [placed("dp", "tp"), placed(None, "tp")], SIZES)
     check(lambda x, y: fun(x, y), (X, X[::-1]), [placed("dp", None, partial=("tp",)), placed(None, "tp")], SIZES)

@@ -31,6 +31,7 @@ X = np.random.default_rng(0).normal(size=(8, 16))
     ],
 )
 @pytest.mark.parametrize("where", [placed("dp", "tp"), placed(None, "tp"), placed(("dp", "tp"), None)])
+@pytest.mark.every(3)
 def test_operations_that_had_no_rule(fun, where):
     check(fun, (X,), [where], SIZES)
 
@@ -53,6 +54,7 @@ def test_xor():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("shape", [(8, 64), (32, 4, 4), (512,)])
+@pytest.mark.every(3)
 def test_reshape_of_dims_in_another_order(order, shape):
     x = np.random.default_rng(0).normal(size=(8, 16, 4))
     fun = lambda x: lax.reshape(x, shape, order)  # noqa: E731

@@ -23,6 +23,7 @@ def along_space(ways):
     "config", [(1, 1, 0), (2, 0, 0), (0, 3, 1), (-1, 1, 0), (-2, -3, 0), (1, 2, 2), (0, -1, 1), (5, 0, 0)]
 )
 @pytest.mark.parametrize("value", [0.0, -np.inf])
+@pytest.mark.every(2)
 def test_pad(config, value):
     if value and config[2] > 1:
         pytest.skip("one of the two is enough")
@@ -61,6 +62,7 @@ def test_uneven_and_other_types():
     check(lambda x: lax.slice(x, (0, 1, 0), (4, 16, 3)), (whole % 2 == 0,), PLACE, SIZES)
 
 
+@pytest.mark.not_smoke
 def test_partial_passes():
     places = [placed("dp", None, None, partial=("sp",))]
     for fun in (

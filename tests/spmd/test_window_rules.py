@@ -97,6 +97,7 @@ def halo_key(way):
 # --- convolutions: letters ----------------------------------------------------------------------------
 
 
+@pytest.mark.not_smoke
 def test_conv_batch_and_features():
     x, k = normal(4, 5, 6, 8), normal(3, 3, 8, 12)
     (conv, args), *_ = convolutions(x, k, (1, 1), "SAME")
@@ -108,6 +109,7 @@ def test_conv_batch_and_features():
     assert min(w.flops for w in ways) * 8 == max(w.flops for w in ways) == 2 * 4 * 5 * 6 * 12 * 9 * 8
 
 
+@pytest.mark.not_smoke
 def test_conv_uneven_features_and_partial():
     (conv, args), *_ = convolutions(normal(4, 5, 6, 6), normal(3, 3, 6, 3), (1, 1), "SAME")
     sizes = {"dp": 2, "tp": 4}
@@ -176,16 +178,26 @@ def check_conv_in_space(width, sizes, kernel, strides, padding, features=(4, 6),
     assert halo_key(one) == halo_key(two), "one exchange for both"
 
 
-@pytest.mark.parametrize("name", [name for name in CONVS if name != "valid"])
+# Others have the same: "even kernel" a stride, and of those below patches, uneven space and eight devices.
+ALIKE = {"stride", "valid stride", "transposed", "wide"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in CONVS if n != "valid"]
+)
 def test_conv_in_space(name):
     check_conv_in_space(24, TWO, **CONVS[name])
 
 
-@pytest.mark.parametrize(("width", "name"), [(13, "same"), (26, "valid"), (13, "transposed")])
+@pytest.mark.parametrize(
+    ("width", "name"), [pytest.param(13, "same", marks=pytest.mark.slow), (26, "valid"), (13, "transposed")]
+)
+@pytest.mark.not_smoke
 def test_conv_in_uneven_space(width, name):
     check_conv_in_space(width, TWO, **CONVS[name])
 
 
+@pytest.mark.not_smoke
 def test_kernel_gradient_of_an_uneven_batch():
     _, to_kernel, _ = convolutions(normal(3, 2, 13, 2), normal(1, 3, 2, 2), (1, 2), "SAME")
     cut = placed("dp", None, "sp", None)
@@ -220,6 +232,7 @@ def test_conv_one_dim_by_two_axes():
     check_halo(*to_kernel, [cut, cut], sizes, placed(None, None, None, None, partial=("a", "b")), permutes=2)
 
 
+@pytest.mark.not_smoke
 def test_conv_in_space_and_features():
     """Features contracted over one axis, space cut by another, uneven ones too; the kernel's out features as well."""
     (conv, args), *_ = convolutions(normal(2, 4, 13, 6), normal(3, 3, 6, 6), (1, 1), "SAME")
@@ -231,6 +244,7 @@ def test_conv_in_space_and_features():
     assert placed(None, None, "sp", "tp") in {w.results[0] for w in ways}
 
 
+@pytest.mark.not_smoke
 def test_patches_need_no_communication():
     (conv, args), to_kernel, to_input = convolutions(normal(2, 4, 32, 3), normal(4, 4, 3, 5), (4, 4), "VALID")
     cut = placed(None, None, "sp", None)
@@ -291,6 +305,7 @@ CUT = placed("dp", None, "sp", None)
     ("kind", "name"),
     [("sum", "every"), ("sum", "uneven"), ("max", "aligned"), ("max", "overlapping"), ("min", "every")],
 )
+@pytest.mark.every(2)
 def test_pool_in_space(kind, name):
     way = check_halo(pool(kind, **POOLS[name]), (normal(4, 6, 16, 2),), [CUT], TWO, CUT)
     assert (not way.traffic) == (name == "aligned")
@@ -301,6 +316,7 @@ def test_pool_in_uneven_space(width, kind, name):
     check_halo(pool(kind, **POOLS[name]), (normal(3, 6, width, 2),), [CUT], TWO, CUT)
 
 
+@pytest.mark.not_smoke
 def test_pool_dilated():
     x = normal(2, 6, 16, 2)
     check_halo(pool("max", 3, 2, (2, 1), dilation=2), (x,), [CUT], TWO, CUT)
@@ -317,6 +333,7 @@ def test_pool_two_dims_and_features():
     check_halo(pool("sum", **POOLS["overlapping"]), (x,), [cut], sizes, cut)
 
 
+@pytest.mark.not_smoke
 def test_pool_integers():
     x = np.random.default_rng(0).integers(-9, 9, (2, 6, 13, 2))
     for init, fun in ((0, lax.add), (np.iinfo(x.dtype).min, lax.max)):
@@ -324,6 +341,7 @@ def test_pool_integers():
         check_halo(fold, (x,), [CUT], TWO, CUT)
 
 
+@pytest.mark.not_smoke
 def test_pool_partial():
     sums, largest = pool("sum", **POOLS["every"]), pool("max", **POOLS["every"])
     x = normal(2, 4, 8, 2)
@@ -335,6 +353,7 @@ def test_pool_partial():
 
 
 @pytest.mark.parametrize(("kind", "fun"), [("sum", lax.add), ("max", lax.max), ("min", lax.min)])
+@pytest.mark.every(2)
 def test_global_pool(kind, fun):
     """One window that covers a dim reduces it: the result is Partial, nothing travels."""
     init = {"sum": 0.0, "max": -np.inf, "min": np.inf}[kind]
@@ -344,6 +363,7 @@ def test_global_pool(kind, fun):
         assert placed("dp", None, None, None, partial=("sp",), reduce=kind) in {w.results[0] for w in ways}
 
 
+@pytest.mark.not_smoke
 def test_pool_any_computation():
     x = normal(4, 6, 8, 2)
     window = {"window_dimensions": (1, 2, 1, 1), "window_strides": (1, 2, 1, 1), "padding": "VALID"}
@@ -383,6 +403,7 @@ def tied(*shape, seed=0):
 
 
 @pytest.mark.parametrize(("kind", "name"), [("max", "aligned"), ("max", "overlapping"), ("min", "every")])
+@pytest.mark.every(2)
 def test_pool_gradient_in_space(kind, name):
     pooling = pool(kind, **POOLS[name])
     x = tied(2, 6, 24, 2)
@@ -396,6 +417,7 @@ def test_pool_gradient_in_space(kind, name):
 
 
 @pytest.mark.parametrize(("width", "name"), [(13, "overlapping"), (22, "uneven")])
+@pytest.mark.not_smoke
 def test_pool_gradient_in_uneven_space(width, name):
     pooling = pool("max", **POOLS[name])
     x = tied(3, 6, width, 2)
@@ -413,6 +435,7 @@ def test_pool_gradient_two_dims_on_eight():
     check_halo(backward(pooling), (g, x), [cut, cut], ALL, cut)
 
 
+@pytest.mark.not_smoke
 def test_pool_gradient_partial():
     pooling = pool("max", **POOLS["overlapping"])
     x = tied(2, 4, 16, 1)
@@ -422,6 +445,8 @@ def test_pool_gradient_partial():
 
 
 @pytest.mark.parametrize("name", ["overlapping", "uneven"])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_pool_tangent_in_space(name):
     """Forward mode over max pooling (as in Hessian-vector products)."""
     for width, dilation in ((16, 1), (22, 2)):

@@ -25,6 +25,7 @@ def test_right_gradients_pass_on_1_2_4_and_8_devices(fun):
     testing.assert_same_gradients(fun, X, W, placements=BY_BATCH, argnums=(0, 1))
 
 
+@pytest.mark.not_smoke
 def test_two_axes_and_explicit_meshes():
     placements = ({"dp": sk.Shard(0)}, {"tp": sk.Shard(1)})
     meshes = (*testing.meshes(("dp", "tp"), devices=[8]), sk.make_mesh({"dp": 2}))

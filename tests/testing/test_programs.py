@@ -58,7 +58,7 @@ def test_assert_collectives_is_here_too():
     assert testing.assert_collectives is sk.assert_collectives
 
 
-@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize("mode", ["zeros", pytest.param("circular", marks=pytest.mark.slow)])
 def test_the_halo_exchange_and_its_derivative_are_adjoint(mesh, mode):
     def exchange(x):
         return sk.halo_exchange(x, "sp", 0, 2, 1, mode=mode)

@@ -221,6 +221,7 @@ def test_another_mesh_is_ambient(mesh):
         assert sk.explain(jax.jit(jnp.sum), described).devices == 4
 
 
+@pytest.mark.not_smoke
 def test_an_optimizer_bound_to_a_mesh_is_asked_about_on_another(mesh):
     there = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("dp", "sp"))
     tx = sk.shard_optimizer(optax.adam(1e-2), sk.ShardingStage2("dp"), mesh=mesh)

@@ -111,6 +111,7 @@ def test_integer_labels(mesh):
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=SLOW), {"label_smoothing": 0.1, "z_loss": 0.01}], ids=["plain", "smooth"]
 )
+@pytest.mark.not_smoke
 def test_probabilities(mesh, options):
     """Differentiated by both; three numbers an example travel, as labels needn't sum to one."""
     logits, labels = logits_of(), probabilities_of()
@@ -131,6 +132,7 @@ def test_probabilities(mesh, options):
 
 
 @pytest.mark.parametrize("mesh", [CASES[-2], pytest.param(CASES[-1], marks=SLOW)], ids=mesh_id)
+@pytest.mark.not_smoke
 def test_smoothing_z_loss_and_examples_that_do_not_count(mesh):
     """What lies in examples that don't count shows nowhere, NaN logits and labels that are no class too."""
     logits, labels = logits_of(), labels_of()
@@ -204,6 +206,7 @@ def test_infinite_and_undefined_logits_and_labels_that_are_no_class(mesh_for):
     same(gradient[5:8], want_gradient[5:8])
 
 
+@pytest.mark.not_smoke
 def test_a_class_left_out_that_nobody_wants(mesh_for):
     """Probability 0 of a logit of -inf counts as nothing, as in the safe version of optax."""
     mesh = mesh_for({"tp": 4})

@@ -155,6 +155,7 @@ def test_kinds_of_integers(dtype, mesh_for):
         assert np.isnan(vocabulary_lookup(table, np.array([2**32 - 1], dtype), mesh=mesh_for({"tp": 4}))).all()
 
 
+@pytest.mark.not_smoke
 def test_what_flax_embeds_with():
     """The layers' own lookups, ids that are no entry included: what is to be equalled."""
     mesh = sk.make_mesh({"tp": 4})
@@ -220,6 +221,7 @@ def product(query, table):
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 @pytest.mark.parametrize("mesh", EVERY, ids=mesh_id)
+@pytest.mark.every(2)
 def test_logits(mesh, sequence_dim):
     """Backward one all-reduce of the query's cotangent; or an all-gather forward, a reduce-scatter backward."""
     query, table = random(BATCH, SEQ, FEATURES), random(VOCABULARY, FEATURES, seed=1)
@@ -402,6 +404,7 @@ def test_a_language_model(mesh, sequence_dim):
 
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence_dim", [1, pytest.param(None, marks=SLOW)])
+@pytest.mark.not_smoke
 def test_a_language_model_nested_in_value_and_grad(axis_types, sequence_dim, mesh_for):
     """The batch's axis is manual around it all."""
     mesh = mesh_for({"dp": 2, "tp": 4}, axis_types)

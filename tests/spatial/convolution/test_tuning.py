@@ -117,6 +117,7 @@ def test_forms_are_timed_in_turns():
     assert page.count("best") == 1 and page.count("auto") == 1
 
 
+@pytest.mark.not_smoke
 def test_devices_that_are_not_here_are_judged_by_temporaries(monkeypatch):
     mesh = sk.make_mesh({"sp": 4}, axis_types="explicit")
     x, kernel = shapes((1, 31, 2), dtype=jnp.bfloat16)  # uneven: laid out as a Padded
@@ -209,6 +210,7 @@ def test_what_was_found_is_used(axis_types, monkeypatch, chosen):
     assert sk.collectives(compiled, mesh=mesh).by_kind() == {"collective_permute": 2}
 
 
+@pytest.mark.not_smoke
 def test_a_batch_that_value_and_grad_cuts(monkeypatch, chosen):
     """Tuned with the batch over "dp" left to the compiler, found again where "dp" is manual."""
     mesh = sk.make_mesh({"dp": 2, "sp": 4})

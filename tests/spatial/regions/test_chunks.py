@@ -70,6 +70,7 @@ SHAPES = (3, 3, 2, 2), (3, 3, 2, 2), (4, 4, 4, 2), (2, 2, 2, 2), (3, 3, 2, 2)
 
 
 @pytest.mark.parametrize("major", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_a_net_on_chunks(major, chunked, mesh_for):
     seen = chunked(2, major)
     x, ks = RNG.normal(size=(2, 4, 32, 2)), kernels_of(RNG, *SHAPES)
@@ -99,6 +100,7 @@ def test_tails(size, chunked, mesh_for):
     assert seen
 
 
+@pytest.mark.not_smoke
 def test_loops_on_chunks(chunked, moves, mesh_for):
     chunked(2)
 

@@ -16,6 +16,7 @@ RNG = np.random.default_rng(0)
 W = {"sp": "W"}
 
 
+@pytest.mark.not_smoke
 def test_signals(mesh_for):
     def net(x, ks):
         x = jax.nn.relu(conv(x, ks[0], 2))
@@ -27,6 +28,7 @@ def test_signals(mesh_for):
     assert found.report.by_kind() == {"collective_permute": 8, "all_reduce": 1}
 
 
+@pytest.mark.not_smoke
 def test_volumes(mesh_for):
     x = RNG.normal(size=(1, 4, 3, 8, 2))
     ks = kernels_of(RNG, (3, 3, 3, 2, 2), (1, 1, 3, 2, 2))
@@ -35,6 +37,7 @@ def test_volumes(mesh_for):
     assert found.report.by_kind() == {"collective_permute": 8, "all_reduce": 1}
 
 
+@pytest.mark.not_smoke
 def test_features_first_by_number(mesh_for):
     def net(x, ks):
         for k in ks:
@@ -48,6 +51,7 @@ def test_features_first_by_number(mesh_for):
 
 
 @pytest.mark.parametrize("order", [("b", "a"), pytest.param(("a", "b"), marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_one_dim_cut_by_two_axes(order, mesh_for):
     x, ks = RNG.normal(size=(1, 3, 16, 2)), kernels_of(RNG, (3, 3, 2, 2), (3, 3, 2, 2))
     found = check(stack, x, ks, mesh=mesh_for({"a": 2, "b": 4}), axes={order: "W"}, every=2)
@@ -63,6 +67,7 @@ def test_devices(devices, mesh_for):
     assert found.report.count("collective_permute") == (8 if devices > 1 else 0)
 
 
+@pytest.mark.not_smoke
 def test_several_arguments(mesh_for):
     """The first argument's arrays are cut, as far as they have the dim; a sequence says it for each."""
 
@@ -95,6 +100,7 @@ def test_uneven_sizes(size, axis_types, mesh_for):
     assert isinstance(found.out[0], sk.Padded) == (axis_types == "explicit")
 
 
+@pytest.mark.not_smoke
 def test_padded_inputs(axis_types, mesh_for, ambient):
     """What lies in their tails is nobody's business; results are Padded, and nothing is gathered."""
     mesh = mesh_for({"sp": 4}, axis_types)

@@ -44,6 +44,8 @@ def want(image, kernels):
 
 
 @pytest.mark.parametrize(("every", "permutes"), [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.every(2)
+@pytest.mark.not_smoke
 def test_permutes_of_a_stack(every, permutes, image, kernels, want, mesh_for):
     mesh = mesh_for({"sp": 4})
     found = check(stack, image, kernels, mesh=mesh, axes=W, every=every, want=want)
@@ -57,6 +59,7 @@ def test_permutes_of_a_stack(every, permutes, image, kernels, want, mesh_for):
 
 
 @pytest.mark.parametrize(("every", "permutes"), [(1, 8), (2, 4), (4, 2), pytest.param(9, 2, marks=pytest.mark.slow)])
+@pytest.mark.every(2)
 def test_permutes_of_a_stencil(every, permutes, image, mesh_for):
     found = check(diffuse, image, mesh=mesh_for({"sp": 4}), axes=W, every=every)
     assert found.report.by_kind() == {"collective_permute": 2 * permutes}
@@ -78,6 +81,7 @@ def test_auto_is_right(image, kernels, want, mesh_for):
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_corners_take_two_passes(every, image, kernels, want, mesh_for):
     mesh = mesh_for({"a": 2, "b": 4})
     found = check(stack, image, kernels, mesh=mesh, axes={"a": "H", "b": "W"}, every=every, want=want)
@@ -90,6 +94,7 @@ def test_corners_take_two_passes(every, image, kernels, want, mesh_for):
 @pytest.mark.parametrize(
     "size", [13, pytest.param(16, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
+@pytest.mark.not_smoke
 def test_margins_wider_than_the_neighbours_block(size, image, mesh_for):
     """Six layers reach six elements: over three blocks of two, or all of them."""
     kernels = kernels_of(np.random.default_rng(1), *[(1, 3, 2, 2)] * 6)
@@ -98,6 +103,7 @@ def test_margins_wider_than_the_neighbours_block(size, image, mesh_for):
 
 
 @pytest.mark.parametrize(("every", "permutes"), [(3, 2), pytest.param(1, 6, marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_a_u_net(every, permutes, image, mesh_for):
     def net(x, ks):
         first = jax.nn.relu(conv(x, ks[0]))
@@ -112,6 +118,7 @@ def test_a_u_net(every, permutes, image, mesh_for):
     assert found.report.by_kind() == {"collective_permute": 2 * permutes, "all_reduce": 1}
 
 
+@pytest.mark.not_smoke
 def test_norms_sum_and_nothing_else(image, kernels, mesh_for):
     def net(x, ks):
         for k in ks[:2]:

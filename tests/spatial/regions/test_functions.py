@@ -56,11 +56,13 @@ def test_derivatives_of_their_own(mesh_for):
     assert found.report.by_kind() == {"collective_permute": 4, "all_reduce": 1}
 
 
+@pytest.mark.not_smoke
 def test_a_derivative_that_exchanges(mesh_for):
     found = check(lambda x, ks: conv(blurred(x, ks[0]), ks[1]), X, K, mesh=mesh_for({"sp": 4}), axes=W, every=2)
     assert not found.plan.left
 
 
+@pytest.mark.not_smoke
 def test_custom_vjp_leaves_the_layout(mesh_for):
     found = check(lambda x, ks: conv(doubled(conv(x, ks[0])), ks[1]), X, K, mesh=mesh_for({"sp": 4}), axes=W)
     assert [s.node.name for s in found.plan.left] == ["custom_vjp_call"]
@@ -87,6 +89,7 @@ def made():
     return region(net, spatial_axes=W, mesh=sk.make_mesh({"sp": 4}), exchange_every=2)
 
 
+@pytest.mark.not_smoke
 def test_forward_over_reverse_over_reverse(made):
     def products(fun):
         def loss(x, ks):
@@ -115,6 +118,7 @@ def test_eager_is_as_jitted(made):
     assert sk.placements(made(X, K)) == (sk.Shard(2),)
 
 
+@pytest.mark.not_smoke
 def test_dtypes(mesh_for):
     """What comes out is of the types that the plain function gives; integers, too."""
     images, kernels = X.astype(jnp.bfloat16), [k.astype(jnp.bfloat16) for k in K]
@@ -130,6 +134,7 @@ def test_dtypes(mesh_for):
 
 
 @pytest.mark.parametrize("size", [13, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_integers(size, mesh_for):
     numbers = np.arange(1 * 2 * 16 * 2).reshape(1, 2, 16, 2)[:, :, :size] % 17
 
@@ -143,6 +148,7 @@ def test_integers(size, mesh_for):
     same(made, want, tolerance=0)
 
 
+@pytest.mark.not_smoke
 def test_keys_and_dropout(mesh_for):
     """The mask is that of the whole image, whatever the mesh; keys are arguments and results."""
 

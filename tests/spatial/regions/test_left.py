@@ -16,6 +16,7 @@ K = kernels_of(RNG, (3, 3, 2, 2))[0]
 W = {"sp": "W"}
 
 
+@pytest.mark.not_smoke
 def test_dims_that_are_mixed(mesh_for):
     def mixed(x, k):
         y = conv(x, k)
@@ -30,6 +31,7 @@ def test_dims_that_are_mixed(mesh_for):
     assert found.report.count("all_gather") + found.report.count("all_reduce") >= 1
 
 
+@pytest.mark.not_smoke
 def test_no_rule(mesh_for):
     def scattered(x, k):
         return conv(conv(x, k).at[:, :, 3].set(0), k)

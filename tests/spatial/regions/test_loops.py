@@ -55,6 +55,7 @@ def carried(reverse):
 
 
 @pytest.mark.parametrize("reverse", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.not_smoke
 def test_carries_slices_and_results(reverse, mesh_for):
     found = check(carried(reverse), X, KERNEL, mesh=mesh_for({"sp": 4}), axes=W, every=3)
     assert [sk.placements(o)[0] for o in found.out[:4]] == [sk.Shard(2), sk.Shard(2), sk.Replicate(), sk.Shard(3)]

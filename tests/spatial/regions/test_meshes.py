@@ -39,6 +39,7 @@ def want_mean():
     return jax.jit(jax.value_and_grad(loss(net)))(K, X)
 
 
+@pytest.mark.not_smoke
 def test_beside_a_batch_axis(axis_types, want, mesh_for, ambient):
     """The batch is cut by another axis: left to the compiler, or in the types."""
     mesh = mesh_for({"dp": 2, "sp": 4}, axis_types)
@@ -66,6 +67,7 @@ def test_in_a_step_with_a_manual_batch_axis(axis_types, want_mean, mesh_for, amb
     assert set(report.by_kind()) - extra == {"collective_permute", "all_reduce"}
 
 
+@pytest.mark.not_smoke
 def test_in_a_manual_region_of_its_axis(axis_types, want, mesh_for, ambient):
     """Blocks in, blocks out: differentiated inside, and around it."""
     mesh = mesh_for({"sp": 4}, axis_types)

@@ -42,6 +42,7 @@ def masked(x, k, a):
 
 
 @pytest.mark.parametrize("fun", [logarithm, quotient, extremes])
+@pytest.mark.not_smoke
 def test_poles_outside(fun, mesh_for):
     """Margins and a tail."""
     check(fun, X[:, :, :13], K, 1.3, mesh=mesh_for({"sp": 4}), axes=W, every=4)
