@@ -18,6 +18,8 @@ from shardkit.attention import (
     zigzag_order,
 )
 from shardkit.checkpoint import Checkpointer, CheckpointError, latest_step, restore, save
+from shardkit.data import DataLoader, shard_batch, shard_dataloader
+from shardkit.hosts import MissingProcessError, ProcessMismatchError, check_finite, check_same, progress
 from shardkit.inspect import (
     Collective,
     CollectiveReport,
@@ -32,6 +34,7 @@ from shardkit.inspect import (
     show,
     target_mesh,
 )
+from shardkit.launch import initialize
 from shardkit.meshes import make_mesh, sub_mesh
 from shardkit.optim import (
     LossScaleState,

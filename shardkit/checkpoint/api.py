@@ -24,11 +24,11 @@ def save(path: str | os.PathLike, tree: Any, step: int, *, keep: int | None = No
         program: what shardkit adds to a tree isn't seen in them.
       step: an integer, 0 or more.
       keep: how many of the newest whole checkpoints stay; None: all.
-      overwrite: write over the checkpoint of the same step.
+      overwrite: delete the checkpoint of the same step first, if there's one.
 
     Raises:
-      CheckpointError: it can't be written; what was there before is still there.
-      ValueError: the step is there already, or isn't one.
+      CheckpointError: it can't be written, or is there already; what was there before is still there.
+      ValueError: the step isn't one.
       TypeError: a value that no checkpoint can hold, by name.
       ProcessMismatchError: processes save different things.
 
@@ -42,10 +42,8 @@ def save(path: str | os.PathLike, tree: Any, step: int, *, keep: int | None = No
     if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
         raise ValueError(f"step={step!r}: give an integer, 0 or more")
     step = int(step)
-    if not overwrite and (folder(path) / str(step)).exists():
-        raise ValueError(f"{folder(path)} holds step {step} already; give another step, or overwrite=True")
     with Checkpointer(path, keep=keep, preemption=False) as one:
-        one.save(tree, step, force=True)
+        one.save(tree, step, force=overwrite)
 
 
 def restore(

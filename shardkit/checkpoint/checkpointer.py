@@ -13,9 +13,9 @@ from shardkit.checkpoint.errors import CheckpointError
 from shardkit.checkpoint.preemption import Preemption
 from shardkit.checkpoint.restoring import restore_step
 from shardkit.checkpoint.saving import start, told
-from shardkit.checkpoint.steps import TEMPORARY, delete_leftovers, delete_old, folder, steps_in
+from shardkit.checkpoint.steps import TEMPORARY, delete_leftovers, delete_old, folder, put_aside, steps_in
 from shardkit.checkpoint.writing import Handler
-from shardkit.hosts import exchange
+from shardkit.hosts import exchange, progress
 
 
 class Checkpointer:
@@ -87,7 +87,7 @@ class Checkpointer:
         Args:
           tree: as ``sk.save`` takes it.
           step: how many steps are done.
-          force: save whatever the step is, over one that is there.
+          force: save whatever the step is, over one that is there, which is deleted first.
 
         Returns:
           Whether it was saved: its copy was made, and it's being written.
@@ -99,7 +99,8 @@ class Checkpointer:
         due = force or last or step % self._every == 0
         if due:
             self.wait()
-            start(self._writer, self._path, tree, step, self._tidy, force or last)
+            start(self._writer, self._path, tree, step, self._tidy, force)
+            progress("checkpoint of step", step)
         if last:
             self.wait()
             self.preempted = True
@@ -110,7 +111,8 @@ class Checkpointer:
 
         Args:
           target: as ``sk.restore`` takes it.
-          damaged: what if the newest is damaged: "error", or "previous": warn, and take the newest whole one.
+          damaged: what if the newest is damaged: "error", or "previous": warn, take the newest whole one, and put
+            newer ones aside as ``<step>.damaged``.
 
         Raises:
           CheckpointError: as ``sk.restore``.
@@ -118,15 +120,20 @@ class Checkpointer:
         """
         if damaged not in ("error", "previous"):
             raise ValueError(f'damaged={damaged!r}: give "error" or "previous"')
-        step = exchange(f"steps in {self.path}", (self.steps() or [None])[-1])[0]
+        steps = exchange(f"steps in {self.path}", self.steps())[0]
+        step = steps[-1] if steps else None
         while step is not None:
             try:
-                return restore_step(self.path, target, step, partial=False, verify=True)
+                found = restore_step(self.path, target, step, partial=False, verify=True)
             except CheckpointError as error:
                 if damaged == "error" or error.file is None or error.previous is None:
                     raise
                 warnings.warn(f"{error}. Going on from there", stacklevel=2)
                 step = error.previous
+            else:
+                if jax.process_index() == 0:
+                    put_aside(self._path, [s for s in steps if s > step])
+                return found
         return target, 0
 
     def restore(self, target: Any, step: int | None = None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardkit.arrays import PartialArray
@@ -38,7 +39,7 @@ def describe(slot: Slot) -> Description:
             "objects with get_state and set_state"
         )
     dtype = x.dtype
-    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_key and np.dtype(dtype).kind in "OUSMm":
         raise TypeError(
             f"{name} is an array of dtype {dtype}; a checkpoint holds numbers, booleans and jax.random keys"

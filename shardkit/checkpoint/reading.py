@@ -143,7 +143,7 @@ def _empty(slot: Slot) -> Any:
     x = slot.value
     if isinstance(x, np.ndarray | np.generic):
         return np.zeros(x.shape, x.dtype)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -183,7 +183,7 @@ def _to_row(x: jax.Array, held: tuple[int, ...], there: NamedSharding) -> jax.Ar
 
 
 def _run(fun: Callable[[jax.Array], jax.Array], x: jax.Array, there: NamedSharding) -> jax.Array:
-    with jax.set_mesh(there.mesh):  # an ambient mesh of the caller's may have other axis types
+    with jax.set_mesh(there.mesh):  # type: ignore[arg-type]  # an ambient mesh of the caller's may have other axis types
         return jax.jit(fun, out_shardings=there)(x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from shardkit.checkpoint.digests import missing_files, read_list
@@ -85,6 +86,15 @@ def delete_leftovers(path: Any, but: str) -> None:
         stem = entry.name.removesuffix(TEMPORARY).removesuffix(DELETED)
         if entry.name not in (stem, but) and stem.isdecimal():
             entry.rmtree(missing_ok=True)
+
+
+def put_aside(path: Any, steps: Iterable[int]) -> None:
+    """Give damaged checkpoints a name under which they're in nobody's way, for someone to look at."""
+    for step in steps:
+        aside = path / f"{step}.damaged"
+        if aside.exists():
+            aside.rmtree()
+        (path / str(step)).rename(aside)
 
 
 def _delete(directory: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -104,7 +105,7 @@ class _Digested(ocp.Future):
 def storable(slot: Slot) -> Any:
     """The array that orbax is to write; what must not change afterwards is copied."""
     x = slot.value
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if not isinstance(x, jax.Array):
         return np.array(x)

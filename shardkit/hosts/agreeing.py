@@ -6,15 +6,19 @@ import collections
 import itertools
 import json
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from shardkit.hosts.service import service, timed_out
+from shardkit.hosts.words import processes
 
 # How long a process may be behind the others, in seconds: compiling the same program can take minutes.
 TIMEOUT = 600.0
+
+_GAVE_UP = ""  # said by one that waits no longer; as good as never said
 
 _rounds: collections.defaultdict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
 
@@ -45,7 +49,9 @@ def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     if client is None:
         return [json.loads(json.dumps(said))]
     number, count, mine = next(_rounds[channel]), jax.process_count(), jax.process_index()
-    here = f"shardkit/exchange/{channel}/{number}"
+    # Quoted: a channel's keys must not lie within another's, which deletes its own.
+    channel_keys = f"shardkit/exchange/{urllib.parse.quote(channel, safe='')}"
+    here = f"{channel_keys}/{number}"
     client.key_value_set(f"{here}/said/{mine}", json.dumps(said))
     # One reads them all and tells the others, so that the traffic grows with their number and not with its square.
     if mine == 0:
@@ -53,17 +59,19 @@ def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
         found = [_read(client, f"{here}/said/{p}", until - time.monotonic()) for p in range(count)]
         client.key_value_set(f"{here}/all", json.dumps(found))
         if number > 1:  # whoever has come to the last round has read the one before it
-            client.key_value_delete(f"shardkit/exchange/{channel}/{number - 2}/")
+            client.key_value_delete(f"{channel_keys}/{number - 2}/")
     else:
-        text = _read(client, f"{here}/all", timeout * 1.1 + 5)
-        found = [None] if text is None else json.loads(text)
-    missing = [p for p, text in enumerate(found) if text is None]
+        text = _read(client, f"{here}/all", timeout * 1.1 + min(timeout, 5))
+        found: list[str | None] = [None] if text is None else json.loads(text)
+        if text is None:  # process 0 may come later, and must not go on as if this one were still here
+            client.key_value_set(f"{here}/said/{mine}", _GAVE_UP, allow_overwrite=True)
+    missing = [p for p, text in enumerate(found) if not text]
     if missing:
         raise MissingProcessError(
             f"{channel}: waited {timeout:.0f} s for {processes(missing)}, which did not come; {processes([mine])} "
-            "did. It may have ended, be stuck, or run another program: see its output"
+            "did. It may have ended, be stuck or late, or call other things or in another order: see its output"
         )
-    return [json.loads(text) for text in found]
+    return [json.loads(text) for text in found if text]
 
 
 def agree(channel: str, facts: Mapping[str, Any], *, timeout: float = TIMEOUT) -> None:
@@ -100,12 +108,6 @@ def differences(said: Sequence[Mapping[str, Any]]) -> list[str]:
             ordered = sorted(groups.items(), key=lambda item: len(item[1]))
             lines.append(f"  {name}: " + "; ".join(f"{processes(who)}: {text}" for text, who in ordered))
     return lines
-
-
-def processes(numbers: Sequence[int], most: int = 8) -> str:
-    """Several processes in words."""
-    shown = ", ".join(map(str, numbers[:most])) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
-    return f"process{'es' if len(numbers) > 1 else ''} {shown}"
 
 
 def _read(client: Any, key: str, seconds: float) -> str | None:

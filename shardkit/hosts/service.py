@@ -11,11 +11,16 @@ import jax
 
 
 def service() -> Any | None:
-    """The client of this process; None where there's one process, or none was started.
+    """The client of this process; None where there's one process, or none was started."""
+    return client_of(jax.process_count()) if jax.distributed.is_initialized() else None
 
-    Orbax hands it out, which JAX itself doesn't.
+
+def client_of(processes: int) -> Any | None:
+    """The same where the number of processes is known; JAX would have to start its devices to say it.
+
+    Orbax hands the client out, which JAX itself doesn't.
     """
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if not jax.distributed.is_initialized() or processes == 1:
         return None
     # Long to import, and not needed in one process.
     from orbax.checkpoint import multihost

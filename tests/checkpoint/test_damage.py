@@ -133,6 +133,9 @@ def test_a_loop_may_go_on_from_the_one_before(folder):
         with pytest.warns(UserWarning, match=r"manifest.ocdbt does not hold what was written.*Going on from there"):
             found, step = checkpoints.resume(tree(0), damaged="previous")
         assert (step, found["step"]) == (1, 1)
+        # The damaged ones are in nobody's way.
+        assert sorted(os.listdir(folder)) == ["1", "2.damaged", "3.damaged"]
+        checkpoints.save(tree(2), 2)
         with pytest.raises(ValueError, match=r"damaged='ignore'"):
             checkpoints.resume(tree(0), damaged="ignore")
 
@@ -205,7 +208,7 @@ def test_steps_that_are_none(folder):
     for step in (-1, 1.5, "3", True):
         with pytest.raises(ValueError, match=r"give an integer, 0 or more"):
             sk.save(folder, tree(1), step)
-    with pytest.raises(ValueError, match=r"holds step 3 already; give another step, or overwrite=True"):
+    with pytest.raises(sk.CheckpointError, match=r"holds step 3 already; nothing was written"):
         sk.save(folder, tree(1), 3)
     sk.save(folder, tree(7), 3, overwrite=True)
     assert sk.restore(folder, tree(0))["step"] == 7

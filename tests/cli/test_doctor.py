@@ -313,6 +313,7 @@ class TestDevices:
         assert said in found.happens
         assert todo in found.todo
 
+    @pytest.mark.not_smoke
     def test_a_jax_that_hangs_is_given_up(self, monkeypatch):
         monkeypatch.setattr(
             devices, "_ASK", "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(60)"
