@@ -32,7 +32,7 @@ demo: $(STAMP) ## train a small model on images cut over simulated devices
 test: $(STAMP) ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-bench: $(STAMP) ## all benchmarks, takes long (BENCH=ring_conv, reshard, optimizer, partition, models, scaling, peers: that one)
+bench: $(STAMP) ## all benchmarks, takes long (BENCH=ring_conv, reshard, optimizer, partition, models, scaling, checkpoints, peers: that one)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 ifneq ($(BENCH),all)
 	$(BIN)/python benchmarks/all.py --table

@@ -54,6 +54,7 @@ RUNS = (
     Run("partition"),
     Run("models", ("--targets",), needs=("tpu", "gpu"), instead=("--only", "cpu")),
     Run("scaling", needs=("tpu",)),
+    Run("checkpoints"),
     Run("peers"),  # says itself which peers aren't there
 )
 

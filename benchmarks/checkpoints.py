@@ -11,6 +11,7 @@ by orbax alone, in turns: how long the loop waits, when all is on disk, and rest
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -106,7 +107,8 @@ def beside_orbax(megabytes: float, rounds: int) -> dict[str, Any]:
                         note("orbax on disk", time.perf_counter() - start)
                         how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), plain)
                         read = ocp.args.PyTreeRestore(item=plain, restore_args=how)
-                        note("orbax onto 8", seconds(lambda: writer.restore(Path(folder) / "1", args=read)))
+                        restore = functools.partial(writer.restore, Path(folder) / "1", args=read)
+                        note("orbax onto 8", seconds(restore))
     held = sum(x.nbytes for x in jax.tree.leaves(tree))
     return {"megabytes": held / 1e6} | {name: statistics.median(values) for name, values in found.items()}
 
@@ -148,7 +150,7 @@ def write(stored: dict[str, Any]) -> None:
                 beside,
             ),
             "",
-            f"{stored['where']}.",
+            f"{stored['versions']}.",
         ],
     )
 
@@ -160,7 +162,7 @@ def main() -> None:
         return
     loop = [in_the_loop(*item) for item in track(PROCESSES.items(), "the example")]
     beside = [beside_orbax(size, arguments.rounds) for size in track(MEGABYTES, "beside orbax")]
-    stored = {"where": versions(), "loop": loop, "beside": beside}
+    stored = {"versions": versions(), "loop": loop, "beside": beside}
     if arguments.dry:
         print(json.dumps(stored, indent=1))
         return

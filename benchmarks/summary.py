@@ -247,9 +247,30 @@ def peers(data: Mapping[str, Any]) -> Iterator[Comparison]:
         yield Comparison("peers", CPU, compared, f"{halos['versions']}, {halos['date']}", rows)
 
 
+def checkpoints(data: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Saves and restores against orbax by itself, which checks nothing; in the loop they are compared with a step."""
+    rows = {}
+    for r in data["beside"]:
+        for what in ("waits", "on disk", "onto 8"):
+            pair = (r[f"shardkit {what}"], r[f"orbax {what}"])
+            rows[f"{r['megabytes']:.0f} MB, {what}"] = ratios(wall=pair)
+    yield Comparison("checkpoints", CPU, "`Checkpointer`, `restore` / orbax", data["versions"], rows)
+
+
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterable[Comparison]]] = {
     reader.__name__: reader
-    for reader in (ring_conv, ring_conv_targets, regions, reshard, optimizer, partition, models, scaling, peers)
+    for reader in (
+        ring_conv,
+        ring_conv_targets,
+        regions,
+        reshard,
+        optimizer,
+        partition,
+        models,
+        scaling,
+        checkpoints,
+        peers,
+    )
 }
 
 

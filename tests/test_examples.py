@@ -320,3 +320,26 @@ def test_digits_vit_names_what_does_not_fit(arguments, message):
     example = module_of("train_digits_vit.py")
     with pytest.raises(SystemExit, match=re.escape(message)):
         example.main(arguments)
+
+
+@pytest.mark.not_smoke
+def test_multihost_is_interrupted_and_ends_as_if_it_were_not(tmp_path):
+    done = run(
+        "train_multihost.py", "--steps", 9, "--every", 2, "--batch", 8, "--context", 8, "--out", tmp_path / "new"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"Loss curves: equal; largest relative difference (\S+) over 9 steps", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) <= 1e-5
+    table = rows(done.stdout, "Losses of the interrupted job")
+    assert [r[1] for r in table] == ["2", "4"]
+    assert table[0][0].startswith("1 - ")
+    assert table[1][0].endswith(" - 9")
+    assert (tmp_path / "new" / "multihost.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_multihost_writes_over_nothing(tmp_path):
+    (tmp_path / "alone").mkdir()
+    done = run("train_multihost.py", "--out", tmp_path)
+    assert done.returncode == 1
+    assert "alone is there already; remove it, or give another --out" in done.stderr

@@ -53,8 +53,8 @@ def start(
     """
     if not force and (path / str(step)).exists():
         raise CheckpointError(
-            f"{path} holds step {step} already; nothing was written. Go on from its newest step, give another folder, or "
-            "write over it (force=True, or overwrite=True of sk.save)"
+            f"{path} holds step {step} already; nothing was written. Go on from its newest step, give another folder, "
+            "or write over it (force=True, or overwrite=True of sk.save)"
         )
     contents, arrays = contents_of(tree, step)
     names = [{key: d.get(key) for key in ("path", "kind", "dtype", "shape")} for d in contents["leaves"]]

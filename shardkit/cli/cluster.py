@@ -17,7 +17,7 @@ class Cluster:
       evidence: the variables that say so.
       processes: how many there are; None if not said.
       index: which one this is; None if not said.
-      start: what ``jax.distributed.initialize`` needs to be told there.
+      start: what ``sk.initialize`` needs to be told there.
     """
 
     name: str
@@ -36,8 +36,8 @@ class _Launcher:
     start: str
 
 
-_ALL = "jax.distributed.initialize(coordinator_address=..., num_processes=..., process_id=...)"
-_ALONE = "jax.distributed.initialize(): JAX finds out by itself"
+_ALL = "sk.initialize(coordinator_address=..., num_processes=..., process_id=...)"
+_ALONE = "sk.initialize(): JAX finds out by itself"
 
 # All of which JAX asks for.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
@@ -51,7 +51,7 @@ _LAUNCHERS = (
         "PMI_SIZE",
         ("PMI_SIZE",),
         ("PMI_RANK",),
-        'jax.distributed.initialize(cluster_detection_method="mpi4py"), with mpi4py installed',
+        'sk.initialize(cluster_detection_method="mpi4py"), with mpi4py installed',
     ),
     _Launcher("Cloud TPU", "TPU_WORKER_HOSTNAMES", (), ("TPU_WORKER_ID",), _ALONE),
     _Launcher("Cloud TPU, several slices", "MEGASCALE_COORDINATOR_ADDRESS", (), ("MEGASCALE_SLICE_ID",), _ALONE),
@@ -60,7 +60,7 @@ _LAUNCHERS = (
         "KUBERNETES_SERVICE_HOST",
         (),
         ("JOB_COMPLETION_INDEX",),
-        "jax.distributed.initialize(), with the kubernetes package installed; else tell it everything",
+        "sk.initialize(), with the kubernetes package installed; else tell it everything",
     ),
     _Launcher("JAX's own variables", "JAX_COORDINATOR_ADDRESS", (), (), _ALL),
 )
@@ -119,7 +119,7 @@ def check_cluster(
     names = [cluster.name for cluster in clusters]
     if "Open MPI" in names and "OMPI_MCA_orte_hnp_uri" not in env and version_of("mpi4py") is None:
         what = "its coordinator isn't in the environment (Open MPI 5); JAX finds it with mpi4py, which isn't installed"
-        todo = 'pip install mpi4py, and jax.distributed.initialize(cluster_detection_method="mpi4py")'
+        todo = 'pip install mpi4py, and sk.initialize(cluster_detection_method="mpi4py")'
         findings.append(Finding(NOTE, "Open MPI", what, todo, "jax-ml/jax#14576, jax-ml/jax#40512"))
     if "Kubernetes" in names and len(names) == 1 and version_of("kubernetes") is None:
         what = "a pod, but JAX finds the others only with the kubernetes package, which isn't installed"

@@ -18,8 +18,8 @@ from shardkit.data import skeleton
 from shardkit.data.batch import Part, put_part, read_part
 from shardkit.data.cuts import mesh_text
 from shardkit.data.settling import UnevenRowsError, same_facts
-from shardkit.data.telling import refuse_failed, tell_error
-from shardkit.hosts import MissingProcessError, ProcessMismatchError, exchange
+from shardkit.data.telling import ask, refuse_failed, tell_error
+from shardkit.hosts import MissingProcessError, ProcessMismatchError
 from shardkit.hosts.agreeing import processes
 
 _END: Any = object()
@@ -80,7 +80,7 @@ class Batches:
     def state_of(self, place: Spot, channel: str) -> dict[str, Any]:
         everyone = [{"batch": place.batch, "own": place.own}]
         if jax.process_count() > 1 and (self.check or place.own is not None):
-            everyone = exchange(channel, everyone[0])
+            everyone = ask(channel, everyone[0])
             same_facts(
                 {p: {"facts": {"batches delivered": said["batch"]}} for p, said in enumerate(everyone)},
                 f"{self.what}: get_state",
@@ -118,7 +118,7 @@ class Batches:
             # Others may wait for this reader's next words; without threads all are where this one is.
             if ahead and talks and not rounds.over:
                 with contextlib.suppress(MissingProcessError, ProcessMismatchError, jax.errors.JaxRuntimeError):
-                    exchange(channel, {"closed": True}, timeout=_GOODBYE)
+                    ask(channel, {"closed": True}, timeout=_GOODBYE)
 
     def _run(self, place: Spot, rounds: _Rounds, alive: Callable[[], bool]) -> Iterator[tuple[Any, Spot]]:
         reader = _Reader(self, place, alive)
@@ -252,7 +252,7 @@ class _Rounds:
         if part is not None and not self._begun:
             words["structure"] = part.structure
         self._begun = True
-        everyone = exchange(self.channel, words)
+        everyone = ask(self.channel, words)
         with self.alike():
             refuse_failed(everyone, self.what)
             gone = [p for p, said in enumerate(everyone) if "closed" in said]

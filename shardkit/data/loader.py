@@ -19,6 +19,7 @@ from shardkit.data.prefetch import Ahead, Shelf
 from shardkit.data.records import Columns, Items, Records
 from shardkit.data.settling import same_facts
 from shardkit.data.telling import short_digest, tell
+from shardkit.hosts import progress
 
 WHAT = "shard_dataloader"
 
@@ -159,6 +160,7 @@ class DataLoader:
             if not self._prefetch:
                 self._stop()
             raise
+        progress("batch", self.position)
         return batch
 
     def __len__(self) -> int:

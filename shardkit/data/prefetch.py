@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -14,8 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardkit.data.telling import talks
+
 # How long closing waits for the thread, in seconds; one that's in slow code of the user ends when it returns.
 _WAIT = 2.0
+# The same as Python ends, for one that says goodbye to other processes.
+_LONGEST = 75.0
 
 
 class Shelf:
@@ -87,6 +92,10 @@ class Ahead:
     def __next__(self) -> Any:
         return self._shelf.take()
 
+    def talks(self) -> bool:
+        """Whether the thread waits for other processes."""
+        return talks(self._thread)
+
     def close(self, wait: float | None = None) -> None:
         """Ends the thread, and waits a little until it has."""
         self._shelf.close()
@@ -134,6 +143,12 @@ def _close_all() -> None:
     left = list(_open)
     for ahead in left:
         ahead.close(wait=0)
-    until = time.monotonic() + _WAIT
+    start = time.monotonic()
     for ahead in left:
-        ahead.close(wait=max(0, until - time.monotonic()))
+        ahead.close(wait=max(0, start + _WAIT - time.monotonic()))
+    # Python can't leave while a thread is in the service's code: coming back from it then aborts the process. JAX waits
+    # for the others at its end anyway, unless an exception ends this process, of which the others should hear soon.
+    while any(ahead.talks() for ahead in left) and not hasattr(sys, "last_type"):
+        if time.monotonic() > start + _LONGEST:
+            break
+        time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +14,22 @@ import numpy as np
 from shardkit.hosts import MissingProcessError, ProcessMismatchError, exchange
 
 T = TypeVar("T")
+
+_talking: set[int] = set()
+
+
+def ask(channel: str, said: Any, **options: Any) -> list[Any]:
+    """``exchange``, known to ``talks``."""
+    _talking.add(threading.get_ident())
+    try:
+        return exchange(channel, said, **options)
+    finally:
+        _talking.discard(threading.get_ident())
+
+
+def talks(thread: threading.Thread) -> bool:
+    """Whether a thread is waiting for other processes' words, within the coordination service's own code."""
+    return thread.ident in _talking and thread.is_alive()
 
 
 def tell(
@@ -42,7 +59,7 @@ def tell(
     except Exception as error:
         tell_error(channel, error)
         raise
-    everyone = exchange(channel, facts)
+    everyone = ask(channel, facts)
     refuse_failed(everyone, channel)
     return result, everyone
 
@@ -50,7 +67,7 @@ def tell(
 def tell_error(channel: str, error: Exception) -> None:
     """Tells the others of an error here, in place of facts; whoever doesn't come to hear it must not hide it."""
     with contextlib.suppress(MissingProcessError, jax.errors.JaxRuntimeError):
-        exchange(channel, {"error": f"{type(error).__name__}: {error}"})
+        ask(channel, {"error": f"{type(error).__name__}: {error}"})
 
 
 def refuse_failed(everyone: Sequence[Mapping[str, Any]], what: str) -> None:

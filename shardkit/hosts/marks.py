@@ -29,8 +29,8 @@ def progress(what: str, number: int | None = None) -> None:
 
     ``sk.shard_dataloader`` says so for each batch, and ``sk.Checkpointer`` for each checkpoint. Call it in a loop that
     uses neither, and within work that may take longer than the watch's ``stuck_timeout``. All processes must call it
-    alike: one that has made fewer marks than others is taken for the one they wait for. It costs less than a
-    microsecond or two, and sends nothing by itself.
+    alike: one that has made fewer marks than others is taken for the one they wait for. It costs about a
+    microsecond, and sends nothing by itself.
 
     Args:
       what: what got done.

@@ -85,9 +85,9 @@ def judge(
 ) -> Verdict | None:
     """Whether the job can't go on, and because of whom.
 
-    Dead: one that didn't end was silent for ``dead_timeout``. Failed: one ended with an exception that long ago, and
-    another still runs. Stuck: once there were marks, one that had made some made none for ``stuck_timeout`` and is
-    behind others; or none made any for that long: then those behind, else those that are elsewhere than most, else all.
+    Dead: one that didn't end was silent for ``dead_timeout``. Failed: one ended with an exception, and that is so long
+    ago, or all others have ended. Stuck: once there were marks, one that had made some made none for ``stuck_timeout``
+    and is behind others; or none made any for that long: then those behind, else those elsewhere than most, else all.
 
     Args:
       heard: what was last heard, by process.
@@ -101,12 +101,9 @@ def judge(
     fallen = [p for p, h in heard.items() if h.said and h.said.ended not in ("", NORMALLY)]
     # One that is late may be dead, and why the other failed: that will be known soon.
     late = any(h.silent >= dead_timeout / 2 for h in running.values())
-    if (
-        running
-        and not late
-        and any(h.said.ended_for + h.silent >= dead_timeout for p in fallen if (h := heard[p]).said)
-    ):
-        return _verdict("failed", fallen, "ended by an exception, while others go on", heard)
+    long_ago = any(h.said.ended_for + h.silent >= dead_timeout for p in fallen if (h := heard[p]).said)
+    if fallen and (not running or (long_ago and not late)):
+        return _verdict("failed", fallen, "ended by an exception, while others go on or wait for it", heard)
     if stuck_timeout is not None and (stuck := _stuck(heard, running, stuck_timeout)):
         seconds = min(heard[p].quiet for p in stuck if p in running)
         return _verdict("stuck", stuck, f"no progress for {seconds:.0f} s", heard)

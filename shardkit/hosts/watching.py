@@ -37,6 +37,9 @@ DEAD_TIMEOUT = 60.0
 _SAID = "shardkit/watch/said/"
 _JUDGE = "shardkit/watch/judge/"  # process 0's words, and the verdict
 
+# How many dead_timeouts a process that has ended waits for the others; then it's JAX that waits.
+_PATIENCE = 5
+
 _current: list[Watch] = []
 
 
@@ -57,6 +60,9 @@ def watch(
     Where process 0 is killed JAX is faster: it ends the others from C++ as soon as the connection closes, with a
     message about the leader task, and status 134 (SIGABRT).
 
+    A process that ends waits for the others before JAX does, for up to five times ``dead_timeout``. One that ends with
+    another status than 0 by ``sys.exit`` can't be told from one that has done its work.
+
     Args:
       stuck_timeout: seconds without progress. None: as long as it takes. Work that takes longer must call
         ``sk.progress`` within. It has to be the same in all processes, as the following.
@@ -70,6 +76,10 @@ def watch(
 
     Raises:
       ValueError: a time that isn't positive, or a ``dead_timeout`` of less than three intervals.
+
+    Example:
+      >>> from shardkit.hosts import watch
+      >>> watch(stuck_timeout=3600)  # a process alone: nothing to watch
     """
     for name, seconds in {"stuck_timeout": stuck_timeout, "dead_timeout": dead_timeout, "interval": interval}.items():
         if seconds is not None and not seconds > 0:
@@ -114,6 +124,7 @@ class Watch:
         self._said_so = threading.Event()
         self._hurry = threading.Event()
         self._closed = threading.Event()
+        self._over = threading.Event()  # all have ended
         self._last = threading.Event()
         self._ending = threading.Lock()
         self._lock = threading.Lock()
@@ -126,6 +137,7 @@ class Watch:
         ]
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._say()  # at once, so that one that dies early has a name
+        self._hurry.set()
         atexit.register(self._leave)
         for thread in self._threads:
             thread.start()
@@ -134,29 +146,39 @@ class Watch:
         """Ends the watch in this process. The others take it for ended, and wait for it no more."""
         if not self._closed.is_set():
             self._say_ended(NORMALLY)
-            self._closed.set()
-            self._last.set()
-            self._hurry.set()
-            for thread in self._threads:
-                thread.join(2 * self._interval)
+        self._stop()
+
+    def _stop(self) -> None:
+        """Before Python ends, or it would tear a thread out of a call to the service: C++ aborts at that."""
+        self._closed.set()
+        self._last.set()
+        self._hurry.set()
+        for thread in self._threads:
+            thread.join(2 * self._interval)
         atexit.unregister(self._leave)
         if self in _current:
             _current.remove(self)
 
     def _leave(self) -> None:
-        """This process ends: the others hear of it before it falls silent.
+        """This process ends: the others hear of it, and it waits for them here, where it can still be told the verdict.
 
-        The watch goes on: JAX waits for all processes then, and one of them may not come. If process 0 failed, the
-        others end as well, by what it says rather than by JAX's abort when the service is gone.
+        JAX would wait for them, too, but in C++. If process 0 failed, the others end as well, by what it says rather
+        than by JAX's abort when the service is gone.
         """
         if self._ending.locked():  # the main thread came free by the end of another process
             time.sleep(30)
-        forked = os.getpid() != self._pid  # a copy of this process, which has no such threads
-        if self._ended is None and not self._closed.is_set() and not forked:
-            how = _how()
-            self._say_ended(how)
-            if self._process == 0 and how != NORMALLY:
-                self._take_along()
+        if os.getpid() != self._pid:  # a copy of this process, which has no such threads
+            return
+        try:
+            if not self._gone():
+                how = _how()
+                self._say_ended(how)
+                if how == NORMALLY:
+                    self._over.wait(_PATIENCE * self._dead_timeout)
+                elif self._process == 0:
+                    self._take_along()
+        finally:
+            self._stop()
 
     def _say_ended(self, how: str) -> None:
         """By the thread that talks: an answer may never come, and isn't waited for long."""
@@ -172,9 +194,9 @@ class Watch:
             with self._lock:
                 others = self._hearing.heard()
             if not any(h.runs and h.silent > 2 * self._interval for h in others.values()):
-                if any(h.runs for h in others.values()):
-                    self._tell(failed(0, {0: Heard(self._own()), **others}))
-                return
+                self._tell(failed(0, {0: Heard(self._own()), **others}))
+                _flush()
+                os._exit(1)  # as Python ends after an exception; JAX would wait for the others
             pause = self._interval
 
     def _run(self, work: Any) -> None:
@@ -188,7 +210,9 @@ class Watch:
 
     def _talk(self) -> None:
         """Says how this process is, and hears others."""
-        if self._hurry.wait(self._interval):
+        # Those that have ended wait for nothing else.
+        pause = self._interval if self._ended is None else min(self._interval, max(0.05, 0.001 * self._processes))
+        if self._hurry.wait(pause):
             self._hurry.clear()
         if self._gone():
             return
@@ -198,9 +222,16 @@ class Watch:
             self._said_so.set()
         found = dict(self._client.key_value_dir_get(_SAID if self._process == 0 else _JUDGE))
         words = {key.rpartition("/")[2]: text for key, text in found.items()}
-        verdict = words.pop("verdict", None)
+        verdict, over = words.pop("verdict", None), words.pop("over", None) is not None
         with self._lock:
             self._hearing.hear({int(p): Said(**json.loads(text)) for p, text in words.items()})
+        if self._process == 0:
+            heard = self._hearing.heard().values()
+            if ended and all(h.said and h.said.ended == NORMALLY for h in heard):
+                self._client.key_value_set(f"{_JUDGE}over", "", allow_overwrite=True)
+                self._over.set()
+        elif over:
+            self._over.set()
         if verdict is not None:
             told = json.loads(verdict)
             self._end(Verdict(told["kind"], tuple(told["named"]), told["text"]))
@@ -257,9 +288,7 @@ class Watch:
         )
         if self._process == 0:
             self._tell(found)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        _flush()
         os._exit(STATUS)
 
     def _end_late(self) -> None:
@@ -287,6 +316,13 @@ def _how() -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= 200 else text[:197] + "..."
     return f"by {type(error).__name__}" + (f": {text}" if text else "")
+
+
+def _flush() -> None:
+    """What the program wrote and Python still holds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _write(text: str) -> None:

@@ -247,7 +247,7 @@ class TestCluster:
         found = cluster.detect(env)
         assert [(c.name, c.index, c.processes) for c in found] == wanted
         assert cluster.several(found) is any((n or 1) > 1 for *_, n in wanted)
-        assert all(c.evidence and c.start.startswith("jax.distributed.initialize(") for c in found)
+        assert all(c.evidence and c.start.startswith("sk.initialize(") for c in found)
 
     @pytest.mark.parametrize(
         ("env", "wanted"),

@@ -290,6 +290,10 @@ def states_of_iterators(prefetch):
         loader.get_state()
 
 
+def readers():
+    return [t for t in threading.enumerate() if t.name.startswith("shardkit shard_dataloader")]
+
+
 def one_leaves():
     """A process that closes its loader early doesn't leave the others waiting."""
     loader = shard_dataloader(parts(9), {"dp": sk.Shard(0)}, ROWS)
@@ -307,7 +311,9 @@ def one_leaves():
             time.sleep(0.02 * number)
         loader.close()
     until = time.monotonic() + 30
-    while time.monotonic() < until and any(t.name.startswith("shardkit shard_dataloader") for t in threading.enumerate()):
+    while time.monotonic() < until and any(
+        t.name.startswith("shardkit shard_dataloader") for t in threading.enumerate()
+    ):
         time.sleep(0.01)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("shardkit shard_dataloader")]
 

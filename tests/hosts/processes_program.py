@@ -74,6 +74,7 @@ def stopped():
 
 
 def stopped_first():
+    time.sleep(1)  # so that it has been heard of
     if me == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     total(ones).block_until_ready()
@@ -146,7 +147,7 @@ def agreements():
     # The one that comes last doesn't hear the one that went, or a job would go on with half of its processes.
     exchange("together again", me)
     if me == 0:
-        time.sleep(3)
+        time.sleep(2.5)
     with pytest.raises(MissingProcessError, match=f"late: waited 1 s for process {OTHER}"):
         exchange("late", me, timeout=1)
     assert time.monotonic() - began < 60
@@ -169,7 +170,7 @@ def agreements():
 
     progress("all of it")
     if me == 0:
-        time.sleep(6)
+        time.sleep(5)
 
 
 globals()[case]()

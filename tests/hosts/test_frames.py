@@ -39,4 +39,4 @@ def test_no_source_and_long_source():
     exec(compile("found = where(sys._getframe())", "<cell 3>", "exec"), scope)
     assert scope["found"] == "<cell 3>:1 in <module>"
     found = where(sys._getframe(), longest=20)
-    assert found.endswith(": found = where(s...")
+    assert found.endswith(": found = where(sys...")

@@ -35,7 +35,7 @@ TABLE = {
     "failed, and gone": ([heard(5), heard(5, ended=ERROR, ended_for=1, silent=9)], ("failed", 1)),
     "failed as another is dead": ([heard(5, ended=ERROR, ended_for=11), heard(5, silent=9.5), heard(5)], None),
     "failed as another was dead": ([heard(5, ended=ERROR, ended_for=11), heard(5, silent=10), heard(5)], ("dead", 1)),
-    "failed, and the rest ended": ([heard(5, ended=NORMALLY), heard(5, ended=ERROR, ended_for=99)], None),
+    "failed, and the rest ended": ([heard(5, ended=NORMALLY), heard(5, ended=ERROR, ended_for=1)], ("failed", 1)),
     # Stuck.
     "slow, not stuck": ([heard(5, 99), heard(5, 99)], None),
     "behind": ([heard(6, 101), heard(5, 101), heard(6, 99)], ("stuck", 1)),

@@ -25,9 +25,9 @@ ENDS_WITHIN = 60  # seconds, on a machine that does other things besides
 class Job:
     """The training under the launcher."""
 
-    def __init__(self, path, until, processes=2, mesh="2x2", devices=2):
+    def __init__(self, path, until, processes=2, mesh="2x2", devices=2, options=()):
         path.mkdir(exist_ok=True)
-        launch = [sys.executable, "-m", "shardkit.launch", "-n", processes, "--devices-per-process", devices]
+        launch = [sys.executable, "-m", "shardkit.launch", "-n", processes, "--devices-per-process", devices, *options]
         self.process = subprocess.Popen(
             list(map(str, [*launch, HERE / "training.py", path, "--until", until, "--mesh", mesh])),
             stdout=subprocess.PIPE,
@@ -114,7 +114,7 @@ def finish(path, until, **options):
 
 def trial(path, until, rng):
     """Start the job, kill one of it at some moment, see it end. Returns what was killed, and when."""
-    job = Job(path, until)
+    job = Job(path, until, options=["--grace", 0.5])
     try:
         moment = rng.choice(["starting", "step", "step", "saving", "saving"])
         if moment == "starting":
@@ -140,17 +140,11 @@ def trial(path, until, rng):
 @pytest.fixture(scope="module")
 def never_interrupted(tmp_path_factory):
     """The losses of one run on 2 processes."""
-    found = {}
-
-    def of(until):
-        if until not in found:
-            path = tmp_path_factory.mktemp("whole")
-            finish(path, until)
-            found[until] = dict(losses(path))
-            assert sorted(found[until]) == list(range(1, until + 1))
-        return found[until]
-
-    return of
+    path = tmp_path_factory.mktemp("whole")
+    finish(path, 104)
+    found = dict(losses(path))
+    assert sorted(found) == list(range(1, 105))
+    return found
 
 
 def run_trials(path, count, seed, until, wanted):
@@ -168,7 +162,7 @@ def run_trials(path, count, seed, until, wanted):
         assert reached - newest <= 2, (reached, newest, done[-1])
     finish(path, until)
     again = losses(path)
-    assert {step for step, _ in again} == set(wanted)
+    assert {step for step, _ in again} == set(range(1, until + 1))
     wrong = [(step, loss, wanted[step]) for step, loss in again if loss != wanted[step]]
     assert not wrong, (wrong, done)
     return done
@@ -177,8 +171,8 @@ def run_trials(path, count, seed, until, wanted):
 @pytest.mark.not_smoke
 def test_killed_at_any_moment_and_started_again(tmp_path, never_interrupted):
     """Ten kills, one after the other, in one training."""
-    wanted = never_interrupted(130)
-    done = run_trials(tmp_path / "run", 10, 0, 130, wanted)
+    wanted = never_interrupted
+    done = run_trials(tmp_path / "run", 10, 0, 100, wanted)
     assert len({what for what, _ in done}) > 1
     # And the rest of it on other meshes, and over another number of processes.
     for name, options in {
@@ -188,19 +182,18 @@ def test_killed_at_any_moment_and_started_again(tmp_path, never_interrupted):
         there = tmp_path / name
         there.mkdir()
         shutil.copytree(tmp_path / "run" / "steps", there / "steps")
-        finish(there, 134, **options)
-        assert [step for step, _ in losses(there)] == [131, 132, 133, 134]
-    same = never_interrupted(134)
+        finish(there, 104, **options)
+        assert [step for step, _ in losses(there)] == [101, 102, 103, 104]
     for name in ("four", "one"):
         for step, loss in losses(tmp_path / name):
-            assert loss == pytest.approx(same[step], rel=1e-5)
+            assert loss == pytest.approx(wanted[step], rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_killed_at_any_moment_many_times(tmp_path, never_interrupted, seed):
     """A hundred kills."""
-    run_trials(tmp_path / "run", 10, seed, 130, never_interrupted(130))
+    run_trials(tmp_path / "run", 10, seed, 100, never_interrupted)
 
 
 @pytest.mark.not_smoke
