@@ -10,7 +10,9 @@ from shardkit.checkpoint.restoring import restore_step
 from shardkit.checkpoint.steps import folder, newest_whole
 
 
-def save(path: str | os.PathLike, tree: Any, step: int, *, keep: int | None = None, overwrite: bool = False) -> None:
+def save(
+    path: str | os.PathLike[str], tree: Any, step: int, *, keep: int | None = None, overwrite: bool = False
+) -> None:
     """Save a tree as the checkpoint of a step, whole or not at all.
 
     It's on disk when this returns; ``sk.Checkpointer`` writes while the training goes on. Orbax writes the arrays, each
@@ -21,14 +23,15 @@ def save(path: str | os.PathLike, tree: Any, step: int, *, keep: int | None = No
       tree: arrays on any mesh, NumPy's, ``sk.Padded``, keys of ``jax.random``, numbers, text, Flax modules and
         optimizers, states of ``sk.shard_optimizer``, and objects with ``get_state`` and ``set_state`` (those of
         ``sk.shard_dataloader``, iterators of grain), in any pytree. Names in the checkpoint are those of the plain
-        program: what shardkit adds to a tree isn't seen in them.
+        program: what shardkit adds to a tree isn't seen in them. Processes may differ in the states of such objects,
+        which as many processes can then take over; in all else they must be the same.
       step: an integer, 0 or more.
       keep: how many of the newest whole checkpoints stay; None: all.
-      overwrite: delete the checkpoint of the same step first, if there's one.
+      overwrite: put it in the place of the checkpoint of the same step, if there's one, once it's whole.
 
     Raises:
       CheckpointError: it can't be written, or is there already; what was there before is still there.
-      ValueError: the step isn't one.
+      ValueError: the step or the path isn't one, two values have one name, or an array was deleted (donated).
       TypeError: a value that no checkpoint can hold, by name.
       ProcessMismatchError: processes save different things.
 
@@ -39,15 +42,12 @@ def save(path: str | os.PathLike, tree: Any, step: int, *, keep: int | None = No
       >>> sk.restore(path, {"w": jnp.zeros(4), "epoch": 0})
       {'epoch': 2, 'w': Array([0., 1., 2., 3.], dtype=float32)}
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
-        raise ValueError(f"step={step!r}: give an integer, 0 or more")
-    step = int(step)
     with Checkpointer(path, keep=keep, preemption=False) as one:
         one.save(tree, step, force=overwrite)
 
 
 def restore(
-    path: str | os.PathLike, target: Any, *, step: int | None = None, partial: bool = False, verify: bool = True
+    path: str | os.PathLike[str], target: Any, *, step: int | None = None, partial: bool = False, verify: bool = True
 ) -> Any:
     """The tree of a checkpoint, as a target has it: its structure, meshes, placements and axis types.
 
@@ -81,7 +81,7 @@ def restore(
     return restore_step(path, target, step, partial=partial, verify=verify)[0]
 
 
-def latest_step(path: str | os.PathLike) -> int | None:
+def latest_step(path: str | os.PathLike[str]) -> int | None:
     """The step of the newest checkpoint whose files are all there; None if there's none.
 
     Example:

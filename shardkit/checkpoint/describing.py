@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh
 
 from shardkit.arrays import PartialArray
 from shardkit.checkpoint.slots import Path, Slot, has_state, name_of
 
 Description = dict[str, Any]  # as it stands in JSON
 
-_SCALARS = (bool, int, float, complex, str, bytes)
+_SCALARS = (bool, int, float, complex, str, bytes)  # the first that fits: True is an int, too
+# What orbax and tensorstore write.
+_DTYPES = (
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bfloat16", "complex64", "complex128"),
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 
 
 def describe(slot: Slot) -> Description:
@@ -29,8 +37,9 @@ def describe(slot: Slot) -> Description:
         raise TypeError(
             f"{name} is a PartialArray, which waits for a reduction; save sk.unshard(x), or reduce it first"
         )
-    if isinstance(x, _SCALARS):
-        return {"path": list(slot.path), "kind": type(x).__name__}
+    kind = scalar_kind(x)
+    if kind is not None:
+        return {"path": list(slot.path), "kind": kind.__name__}
     if has_state(x):
         return {"path": list(slot.path), "kind": "state"}
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -38,11 +47,22 @@ def describe(slot: Slot) -> Description:
             f"{name} is of type {type(x).__name__}; a checkpoint holds arrays, numbers, text, keys of jax.random, and "
             "objects with get_state and set_state"
         )
-    dtype = x.dtype
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not is_key and np.dtype(dtype).kind in "OUSMm":
+    if isinstance(x, Tracer):
         raise TypeError(
-            f"{name} is an array of dtype {dtype}; a checkpoint holds numbers, booleans and jax.random keys"
+            f"{name} is traced, and has no value yet: save and restore outside jit and other transformations"
+        )
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; save its data and its mask, x.data and x.mask")
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    dtype = str(x.dtype) if is_key else _dtype_name(x.dtype)
+    if not is_key and dtype not in _DTYPES:
+        raise TypeError(
+            f"{name} is an array of dtype {x.dtype}; a checkpoint holds jax.random keys and {', '.join(_DTYPES)}"
+        )
+    if not _has_part_here(x):
+        raise TypeError(
+            f"{name} has no part on the devices of process {jax.process_index()}, which orbax can't write or read; put "
+            "it on a mesh with devices of every process"
         )
     spec = getattr(getattr(x, "sharding", None), "spec", None)
     if getattr(spec, "unreduced", None):
@@ -51,13 +71,31 @@ def describe(slot: Slot) -> Description:
     return {
         "path": list(slot.path),
         "kind": "key" if is_key else "array",
-        "dtype": str(dtype),
+        "dtype": dtype,
         **made_by,
         "shape": list(slot.shape or ()),
         "layout": slot.layout,
         "held": list(x.shape),
         "spec": None if spec is None else str(spec),
     }
+
+
+def _has_part_here(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
+    abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return sharding is None or abstract or jax.process_count() == 1 or bool(sharding.addressable_devices)
+
+
+def scalar_kind(x: Any) -> type | None:
+    """Of which plain type a number, text or bytes is; an enumeration's members are of their values'."""
+    return None if isinstance(x, np.generic) else next((kind for kind in _SCALARS if isinstance(x, kind)), None)
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return str(np.dtype(dtype).newbyteorder("="))  # in whichever order its bytes are
+    except TypeError:  # another library's
+        return str(dtype)
 
 
 def differences(stored: Sequence[Description], wanted: Sequence[Description], *, partial: bool) -> list[str]:
@@ -100,21 +138,3 @@ def _difference(stored: Description, wanted: Description) -> str | None:
 
 def _by_path(found: Sequence[Description]) -> dict[Path, Description]:
     return {tuple(d["path"]): d for d in found}
-
-
-def to_json(x: Any) -> Any:
-    """A scalar, text, bytes or a state, as JSON can hold it."""
-    if isinstance(x, bytes):
-        return {"base64": base64.b64encode(x).decode()}
-    if isinstance(x, complex):
-        return {"complex": [x.real, x.imag]}
-    return x
-
-
-def from_json(x: Any) -> Any:
-    """The reverse of ``to_json``."""
-    if isinstance(x, dict) and set(x) == {"base64"}:
-        return base64.b64decode(x["base64"])
-    if isinstance(x, dict) and set(x) == {"complex"}:
-        return complex(*x["complex"])
-    return x

@@ -13,7 +13,7 @@ class CheckpointError(RuntimeError):
       previous: the step of the newest other checkpoint there that is whole; None if there's none.
     """
 
-    def __init__(self, message: str, *, file: str | os.PathLike | None = None, previous: int | None = None):
+    def __init__(self, message: str, *, file: str | os.PathLike[str] | None = None, previous: int | None = None):
         super().__init__(message)
         self.file = None if file is None else os.fspath(file)
         self.previous = previous

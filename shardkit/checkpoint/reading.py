@@ -14,8 +14,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardkit.checkpoint.describing import Description
+from shardkit.checkpoint.errors import CheckpointError
 from shardkit.checkpoint.slots import Path, Slot, name_of
 from shardkit.checkpoint.writing import arrays_handler, is_written, nested
+from shardkit.meshes import no_ambient_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,39 +26,61 @@ class Reading:
 
     Attributes:
       shape: that is read: from the start of what is stored; zeros beyond its end.
+      dtype: of what is stored.
       sharding: where to; None: into this process's memory.
       finish: makes the target's array of it.
     """
 
     shape: tuple[int, ...]
+    dtype: Any
     sharding: Any
     finish: Callable[[Any], Any]
 
 
-def read_arrays(
-    directory: Any, pairs: Sequence[tuple[Description, Slot]], stored: Sequence[Description]
-) -> dict[Path, Any]:
+def plans(pairs: Sequence[tuple[Description, Slot]]) -> dict[Path, Reading]:
+    """How arrays are to be read, by path.
+
+    Args:
+      pairs: what is stored, and the slot of the target that it goes to. Their shapes agree.
+
+    Raises:
+      ValueError: a target's mesh has no devices.
+    """
+    return {slot.path: _plan(description, slot) for description, slot in pairs}
+
+
+def read_arrays(directory: Any, how_to: dict[Path, Reading], stored: Sequence[Description]) -> dict[Path, Any]:
     """What the slots are to hold, by path.
 
     Args:
       directory: of the checkpoint.
-      pairs: what is stored, and the slot of the target that it goes to. Their shapes agree.
+      how_to: of ``plans``.
       stored: all that the checkpoint holds.
+
+    Raises:
+      CheckpointError: orbax can't read them.
     """
-    found: dict[Path, Any] = {}
-    wanted: dict[Path, Reading] = {}
-    for description, slot in pairs:
-        if is_written(description):
-            wanted[slot.path] = _plan(description, slot)
-        else:
-            found[slot.path] = _empty(slot)
+    with no_ambient_mesh():  # targets may be on others
+        return _read_arrays(directory, how_to, stored)
+
+
+def _read_arrays(directory: Any, how_to: dict[Path, Reading], stored: Sequence[Description]) -> dict[Path, Any]:
+    unwritten = {tuple(d["path"]) for d in stored if d["kind"] in ("array", "key") and not is_written(d)}
+    found = {path: reading.finish(_nothing(reading)) for path, reading in how_to.items() if path in unwritten}
+    wanted = {path: reading for path, reading in how_to.items() if path not in unwritten}
     if wanted:
         # All that is there must be named; what isn't wanted isn't read.
         names = [tuple(d["path"]) for d in stored if d["kind"] in ("array", "key") and is_written(d)]
         item = nested([(path, 0 if path in wanted else ocp.PLACEHOLDER) for path in names])
         how = nested([(path, _argument(wanted.get(path))) for path in names])
-        with ocp.Checkpointer(arrays_handler()) as reader:
-            tree = reader.restore(directory, args=ocp.args.PyTreeRestore(item=item, restore_args=how))
+        try:
+            with ocp.Checkpointer(arrays_handler()) as reader:
+                tree = reader.restore(directory, args=ocp.args.PyTreeRestore(item=item, restore_args=how))
+        except (OSError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise CheckpointError(
+                f"the arrays of {directory} could not be read, and nothing was restored: {text[:400]}"
+            ) from error
         for path, reading in wanted.items():
             found[path] = reading.finish(_at(tree, path))
     return found
@@ -90,18 +114,20 @@ def _plan(stored: Description, slot: Slot) -> Reading:
     if stored["kind"] == "key":
         return _keys_plan(stored, slot)
     if not isinstance(sharding, NamedSharding):
-        return Reading(tuple(stored["held"]), None, lambda found: _at_home(_cropped(found, logical, held), x))
+        return Reading(tuple(stored["held"]), x.dtype, None, lambda found: _at_home(_cropped(found, logical, held), x))
     mesh, spec = _auto(sharding.mesh, slot), sharding.spec
     there = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
     if flat[0] == flat[1]:
-        return Reading(held, there, lambda found: _labelled(found, sharding))
+        return Reading(held, x.dtype, there, lambda found: _labelled(found, sharding))
     if flat[0]:  # a row, which becomes the array: read in equal parts
         total = math.prod(mesh.shape.values())
         size = -(-math.prod(logical) // total) * total
         parts = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        return Reading((size,), parts, lambda found: _labelled(_from_row(found, logical, held, there), sharding))
+        return Reading(
+            (size,), x.dtype, parts, lambda found: _labelled(_from_row(found, logical, held, there), sharding)
+        )
     whole = NamedSharding(mesh, PartitionSpec())
-    return Reading(logical, whole, lambda found: _labelled(_to_row(found, held, there), sharding))
+    return Reading(logical, x.dtype, whole, lambda found: _labelled(_to_row(found, held, there), sharding))
 
 
 def _keys_plan(stored: Description, slot: Slot) -> Reading:
@@ -109,10 +135,12 @@ def _keys_plan(stored: Description, slot: Slot) -> Reading:
     made, impl = jax.random.wrap_key_data, stored["impl"]
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
     if not isinstance(sharding, NamedSharding):
-        return Reading(data.shape, None, lambda found: _at_home(made(jnp.asarray(found), impl=impl), x))
+        return Reading(data.shape, data.dtype, None, lambda found: _at_home(made(jnp.asarray(found), impl=impl), x))
     there = NamedSharding(_auto(sharding.mesh, slot), sharding.spec)
     wrap = jax.jit(lambda found: made(found, impl=impl), out_shardings=sharding)
-    return Reading(data.shape, there, lambda found: wrap(_labelled(found, NamedSharding(sharding.mesh, there.spec))))
+    return Reading(
+        data.shape, data.dtype, there, lambda found: wrap(_labelled(found, NamedSharding(sharding.mesh, there.spec)))
+    )
 
 
 def _cropped(found: Any, logical: tuple[int, ...], held: tuple[int, ...]) -> np.ndarray:
@@ -133,23 +161,18 @@ def _at_home(found: Any, x: Any) -> Any:
     if isinstance(x, np.generic):
         return x.dtype.type(found)
     if isinstance(x, np.ndarray):
-        return np.asarray(found)
+        return np.asarray(found, x.dtype)
     sharding = getattr(x, "sharding", None)
     pinned = sharding is not None and (not isinstance(sharding, SingleDeviceSharding) or getattr(x, "committed", True))
     return jax.device_put(found, sharding) if pinned else jnp.asarray(found)
 
 
-def _empty(slot: Slot) -> Any:
-    x = slot.value
-    if isinstance(x, np.ndarray | np.generic):
-        return np.zeros(x.shape, x.dtype)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        block = np.zeros(x.shape, x.dtype)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: block[index])
-    return _at_home(np.zeros(x.shape, x.dtype), x)
+def _nothing(reading: Reading) -> Any:
+    """What an array without elements, of which nothing was written, is read as."""
+    nothing = np.zeros(reading.shape, reading.dtype)
+    if reading.sharding is None:
+        return nothing
+    return jax.make_array_from_callback(reading.shape, reading.sharding, lambda index: nothing[index])
 
 
 def _auto(mesh: Any, slot: Slot) -> Mesh:

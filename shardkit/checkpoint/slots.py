@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.core.meta import AxisMetadata
 
 from shardkit.arrays import Padded, PartialArray
 from shardkit.optim.placed_optimizer import PlacedState
@@ -70,7 +71,7 @@ def has_state(x: Any) -> bool:
 
 
 def _is_special(x: Any) -> bool:
-    whole = Padded | PartialArray | FlatShard | ShardedState | PlacedState | nnx.Variable | nnx.Pytree
+    whole = (Padded, PartialArray, FlatShard, ShardedState, PlacedState, AxisMetadata, nnx.Variable, nnx.Pytree)
     return isinstance(x, whole) or has_state(x)
 
 
@@ -111,11 +112,13 @@ def _one(x: Any, path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
         return _variable(x, path, seen)
     if isinstance(x, nnx.Pytree):
         return _module(x, path, seen)
+    if isinstance(x, AxisMetadata):
+        return _boxed(x, path, seen)
     shape = tuple(x.shape) if hasattr(x, "shape") else None
     return [Slot(path, x, shape)], next
 
 
-def _variable(x: nnx.Variable, path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
+def _variable(x: nnx.Variable[Any], path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
     if id(x) in seen.variables:
         new = seen.variables[id(x)]
         return [], lambda values: new[0]
@@ -127,6 +130,14 @@ def _variable(x: nnx.Variable, path: Path, seen: _Seen) -> tuple[list[Slot], Bui
         return new[0]
 
     return slots, replace
+
+
+def _boxed(x: AxisMetadata[Any], path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
+    """What ``flax.linen`` puts around a parameter leaves no trace in its name."""
+    content, structure = jax.tree.flatten(x, is_leaf=lambda inner: inner is not x)
+    parts = [_tree(inner, path, seen) for inner in content]
+    slots = [slot for those, _ in parts for slot in those]
+    return slots, lambda values: structure.unflatten([build(values) for _, build in parts])
 
 
 def _module(module: Any, path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
@@ -152,7 +163,4 @@ def _module(module: Any, path: Path, seen: _Seen) -> tuple[list[Slot], Build]:
 
 
 def _names(keys: Sequence[Any]) -> Path:
-    # What a Flax variable adds to a path: states hand out their leaves with and without.
-    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-        keys = keys[:-1]
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -1,11 +1,18 @@
 """The training loop's side: when it saves, what it keeps, how it goes on, and what SIGTERM does."""
 
+import concurrent.futures
 import os
+import re
 import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import shardkit as sk
@@ -112,3 +119,169 @@ def test_restores_what_is_being_written(tmp_path):
         assert checkpoints.path == str(tmp_path)
         assert checkpoints.save({"x": jnp.ones(4)}, 2, force=True)
         np.testing.assert_array_equal(checkpoints.restore({"x": jnp.zeros(4)})["x"], np.ones(4))
+
+
+def test_sigterm_whatever_the_order_in_which_they_are_closed(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = (sk.Checkpointer(tmp_path / name, every=100) for name in "ab")
+    first.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert second.save({"x": 1}, 1)
+    assert second.preempted
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_hands_on_is_no_circle(tmp_path):
+    heard = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with sk.Checkpointer(tmp_path / "a") as first:
+            ours = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda *given: heard.append(1) or ours(*given))
+            with sk.Checkpointer(tmp_path / "b") as second:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert heard == [1]
+                assert first.save({"x": 1}, 1)
+                assert second.save({"x": 1}, 1)
+                assert first.preempted
+                assert second.preempted
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_one_that_nobody_closed_does_not_keep_sigterm(tmp_path):
+    """As in a notebook."""
+    program = (
+        "import gc, os, signal, sys, shardkit as sk\n"
+        "sk.Checkpointer(sys.argv[1])\n"
+        "gc.collect()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], env=environment, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_a_closed_one_says_so(tmp_path):
+    checkpoints = sk.Checkpointer(tmp_path)
+    checkpoints.close()
+    checkpoints.close()
+    with pytest.raises(sk.CheckpointError, match="is closed; make another one to save step 1"):
+        checkpoints.save({"x": 1}, 1)
+
+
+def test_steps_are_integers_of_any_kind(tmp_path):
+    with sk.Checkpointer(tmp_path, every=np.int64(1), keep=np.int64(5)) as checkpoints:
+        for step in (np.int64(1), jnp.int32(2), 10**20):
+            assert checkpoints.save({"x": 1}, step)
+        assert checkpoints.restore({"x": 0}, np.int64(1)) == {"x": 1}
+        assert checkpoints.steps() == [1, 2, 10**20]
+        for step in (-1, 1.0, "3", True):
+            with pytest.raises(ValueError, match="give an integer, 0 or more"):
+                checkpoints.save({"x": 1}, step)
+            with pytest.raises(ValueError, match="give an integer, 0 or more"):
+                checkpoints.restore({"x": 1}, step)
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 1.5}, {"every": None}, {"keep": True}, {"keep": "3"}, {"timeout": 0}], ids=str
+)
+def test_options_that_are_none(tmp_path, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: give .*(1 or more|more than 0)"):
+        sk.Checkpointer(tmp_path, **options)
+
+
+def test_two_of_one_folder_leave_each_other_alone(tmp_path):
+    tree = {"x": np.zeros(1 << 20)}
+    with sk.Checkpointer(tmp_path, keep=None) as one, sk.Checkpointer(tmp_path, keep=None) as other:
+        for step in range(1, 5):
+            one.save(tree, 2 * step)
+            other.save(tree, 2 * step + 1)
+        one.wait()
+        one.save(tree, 20)
+        with pytest.raises(sk.CheckpointError, match=r"(is being written|holds step 20) already"):
+            other.save(tree, 20)
+    assert one.steps() == [*range(2, 10), 20]
+
+
+def test_saves_of_many_threads(tmp_path):
+    def work(number):
+        for step in range(3):
+            path = tmp_path / str(number)
+            sk.save(path, {"x": jnp.full(10, number + step)}, step)
+            assert sk.restore(path, {"x": jnp.zeros(10, int)})["x"][0] == number + step
+            sk.save(tmp_path / "all", {"x": number}, 10 * number + step)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(1, 5)))
+    assert len(os.listdir(tmp_path / "all")) == 12
+
+
+def test_a_reader_never_sees_half_of_one(tmp_path):
+    """One that is deleted while it's read is told as that; one that is read is whole."""
+    like = {"x": np.zeros(1000)}
+    done, found = threading.Event(), []
+    sk.save(tmp_path, {"x": np.zeros(1000)}, 0)
+
+    def read():
+        while not done.is_set():
+            try:
+                found.append(set(sk.restore(tmp_path, like)["x"].tolist()))
+            except sk.CheckpointError as error:
+                found.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with sk.Checkpointer(tmp_path, keep=1) as checkpoints:
+            for step in range(1, 12):
+                checkpoints.save({"x": np.full(1000, float(step))}, step)
+    finally:
+        done.set()
+        reader.join()
+    values = [x for x in found if isinstance(x, set)]
+    assert values
+    assert all(len(x) == 1 for x in values)
+    told = "could not be read|is damaged|holds no|was deleted while it was read"
+    assert all(re.search(told, x) for x in found if isinstance(x, str)), found
+
+
+def test_written_over_in_a_loop(tmp_path):
+    with sk.Checkpointer(tmp_path) as checkpoints:
+        for number in range(4):
+            checkpoints.save({"x": number}, 7, force=True)
+        assert checkpoints.restore({"x": 0}) == {"x": 3}
+    assert os.listdir(tmp_path) == ["7"]
+
+
+def test_nothing_is_left_open(tmp_path):
+    def open_now():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def once(number):
+        sk.save(tmp_path / str(number), {"x": jnp.ones(2)}, 1)
+        sk.restore(tmp_path / str(number), {"x": jnp.zeros(2)})
+
+    once(0)
+    before = open_now()
+    for number in range(1, 6):
+        once(number)
+    assert open_now() <= (before[0] + 2, before[1] + 2)
+
+
+def test_interrupted_while_it_waits(tmp_path, monkeypatch):
+    """Ctrl-C ends the waiting, not the writing."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with sk.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"x": np.ones(1 << 20)}, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.wait()
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]

@@ -1,7 +1,9 @@
 """What can go wrong with a folder of checkpoints: each is told in one error, and what is whole stays whole."""
 
 import contextlib
+import json
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardkit as sk
+from shardkit.checkpoint import digests
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,20 @@ def test_a_loop_may_go_on_from_the_one_before(folder):
             checkpoints.resume(tree(0), damaged="ignore")
 
 
+def test_a_loop_ends_where_all_are_damaged(folder):
+    """Their files are all there, so that each is taken for whole until it's read."""
+    for step in "123":
+        damage(folder / step / "manifest.ocdbt", "flipped")
+    with sk.Checkpointer(folder) as checkpoints:
+        with (
+            pytest.warns(UserWarning, match="Going on from there") as told,
+            pytest.raises(sk.CheckpointError, match=r"run/1 is damaged"),
+        ):
+            checkpoints.resume(tree(0), damaged="previous")
+        assert len(told) == 2
+        assert checkpoints.steps() == [1, 2, 3]
+
+
 def test_what_is_not_a_checkpoint(folder, tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "other" / "sub").mkdir(parents=True)
@@ -213,7 +230,7 @@ def test_steps_that_are_none(folder):
     sk.save(folder, tree(7), 3, overwrite=True)
     assert sk.restore(folder, tree(0))["step"] == 7
     for name in ("every", "keep"):
-        with pytest.raises(ValueError, match=f"{name}=0: give 1 or more"):
+        with pytest.raises(ValueError, match=f"{name}=0: give an integer, 1 or more"):
             sk.Checkpointer(folder, **{name: 0})
 
 
@@ -286,3 +303,123 @@ def test_a_folder_below_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(sk.CheckpointError, match=r"could not be written.*there is no whole one yet"):
         sk.save(tmp_path / "file" / "run", tree(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.zeros(3, "uint4"), r"bad is an array of dtype uint4; a checkpoint holds jax.random keys and bool, "),
+        (np.zeros(3, "V5"), "bad is an array of dtype"),
+        (np.zeros(3, np.longdouble), "bad is an array of dtype"),
+        (np.ma.array([1.0], mask=[True]), "bad is a masked array; save its data and its mask"),
+    ],
+    ids=["uint4", "void", "longdouble", "masked"],
+)
+def test_arrays_of_which_orbax_would_lose_something(tmp_path, value, message):
+    with pytest.raises(TypeError, match=message):
+        sk.save(tmp_path / "run", {"bad": value}, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arrays_that_are_not_there(tmp_path):
+    mesh = sk.make_mesh({"a": 8})
+    for x in (jnp.ones(8), sk.shard_tensor(jnp.ones(8), {"a": sk.Shard(0)}, mesh)):
+        target = {"gone": x}
+        sk.save(tmp_path, target, 1, overwrite=True)
+        x.delete()
+        with pytest.raises(ValueError, match="gone was deleted, by being donated"):
+            sk.save(tmp_path, target, 2)
+        np.testing.assert_array_equal(sk.restore(tmp_path, target)["gone"], np.ones(8))
+    with pytest.raises(TypeError, match="traced is traced, and has no value yet"):
+        jax.jit(lambda x: sk.save(tmp_path, {"traced": x}, 2))(jnp.ones(2))
+
+
+def test_what_is_written_over_stays_until_the_new_one_is_whole(folder):
+    big = {"w": jax.random.normal(jax.random.key(0), (64, 256)), "step": 4}
+    with full_disk(), pytest.raises(sk.CheckpointError, match=r"the newest whole one there is step 3"):
+        sk.save(folder, big, 3, overwrite=True)
+    assert sorted(os.listdir(folder)) == ["1", "2", "3"]
+    check_others(folder, 0)
+    sk.save(folder, tree(7), 3, overwrite=True)
+    assert sorted(os.listdir(folder)) == ["1", "2", "3"]
+    assert sk.restore(folder, tree(0))["step"] == 7
+
+
+def test_a_job_that_ended_before_the_new_one_took_its_place(folder):
+    """Between two renames there's the old one under no name, and the new one under another."""
+    (folder / "3").rename(folder / "3.new")
+    with sk.Checkpointer(folder) as checkpoints:
+        assert checkpoints.resume(tree(0))[1] == 3
+    (folder / "3").rename(folder / "3.new")
+    (folder / "2").rename(folder / "2.new")
+    (folder / "2.new" / "shardkit.json").unlink()
+    sk.save(folder, tree(4), 4)
+    assert sorted(os.listdir(folder)) == ["1", "3", "4"]
+    check_others(folder, 2)
+
+
+def test_only_checkpoints_are_deleted(folder, tmp_path):
+    """A folder may have a number for its name and be something else; a link's end is elsewhere."""
+    (folder / "0" / "of somebody").mkdir(parents=True)
+    (folder / "002").mkdir()
+    (folder / "٣").mkdir()
+    (folder / "1").rename(tmp_path / "elsewhere")
+    (folder / "1").symlink_to(tmp_path / "elsewhere")
+    sk.save(folder, tree(4), 4, keep=1)
+    assert sorted(os.listdir(folder)) == ["0", "002", "4", "٣"]
+    assert (folder / "0" / "of somebody").is_dir()
+    assert (tmp_path / "elsewhere" / "shardkit.json").exists()
+    assert sk.restore(folder, tree(0))["step"] == 4
+
+
+def test_the_folder_of_a_damaged_step_is_one_still(folder):
+    damage(folder / "3" / "shardkit.json", "missing")
+    with pytest.raises(sk.CheckpointError, match=r"shardkit.json is missing.*step 2 is whole") as caught:
+        sk.restore(folder / "3", tree(0))
+    assert caught.value.file == str(folder / "3" / "shardkit.json")
+
+
+def test_without_verification_what_is_read_is_told(folder):
+    whole = (folder / "3" / "shardkit.json").read_bytes()
+    damage(folder / "3" / "shardkit.json", "truncated")
+    with pytest.raises(sk.CheckpointError, match=r"shardkit.json does not hold what was written"):
+        sk.restore(folder, tree(0), verify=False)
+    (folder / "3" / "shardkit.json").write_bytes(whole)
+    for name in files(folder / "3" / "d"):
+        damage(folder / "3" / "d" / name, "emptied")
+    with pytest.raises(sk.CheckpointError, match=r"the arrays of .*3 could not be read, and nothing was restored"):
+        sk.restore(folder, tree(0), verify=False)
+
+
+def test_a_newer_format_is_told(folder):
+    contents = json.loads((folder / "3" / "shardkit.json").read_text())
+    text = json.dumps(contents | {"format": 99})
+    (folder / "3" / "shardkit.json").write_text(text)
+    listed = digests.from_text((folder / "3" / "SHA256SUMS").read_text())
+    listed["shardkit.json"] = digests.digest_of_text(text)
+    (folder / "3" / "SHA256SUMS").write_text(digests.to_text(listed))
+    with pytest.raises(sk.CheckpointError, match="of format 99, of a newer shardkit; this one reads up to 1"):
+        sk.restore(folder, tree(0))
+
+
+def test_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sk.save("~/run", {"x": 1}, 1)
+    assert sk.latest_step(tmp_path / "run") == 1
+    monkeypatch.chdir(tmp_path)
+    with sk.Checkpointer("here") as checkpoints:
+        monkeypatch.chdir("/")
+        checkpoints.save({"x": 1}, 1)
+    assert sk.latest_step(tmp_path / "here") == 1
+    for path in ("", b"bytes"):
+        with pytest.raises(ValueError, match="give the folder of the checkpoints as text"):
+            sk.save(path, {"x": 1}, 1)
+    # Orbax takes such a name for a pattern, and would lose the arrays.
+    with pytest.raises(ValueError, match=r"orbax can't write below a folder with '\[' in its name"):
+        sk.save(tmp_path / "lr=[1]", {"x": 1}, 1)
+
+
+def test_an_error_can_be_sent_elsewhere():
+    error = sk.CheckpointError("words", file="f", previous=3)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.file, again.previous) == ("words", "f", 3)

@@ -1,5 +1,7 @@
 """Trees saved on one mesh and restored on another: values, placements, axis types, names."""
 
+import enum
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -342,3 +344,113 @@ def test_orbax_alone_reads_the_arrays(saved):
         found = reader.restore(saved / "3", ocp.args.PyTreeRestore(restore_args=how))
     for name in names:
         np.testing.assert_array_equal(found[name], VALUES[name])
+
+
+def test_states_of_optimizers_with_fields_of_any_name(tmp_path):
+    """A line search keeps ``value`` and ``grad``, whose leaves lie below it."""
+    state = optax.lbfgs().init({"w": jnp.arange(3.0)})
+    sk.save(tmp_path, state, 1)
+    found = sk.restore(tmp_path, jax.tree.map(jnp.zeros_like, state))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("axis_types", BOTH)
+def test_within_a_mesh_of_other_devices(tmp_path, axis_types):
+    """Targets needn't be on the mesh that is set where a checkpoint is saved and restored."""
+    source, mesh = on({"a": 8}, "explicit"), on({"b": 4}, axis_types)
+    keys = jax.random.split(jax.random.key(1), 8)
+
+    def tree(mesh, axis, factor):
+        tx = sk.shard_optimizer(optax.adam(1e-3), sk.ShardingStage2(axis), mesh=mesh)
+        with jax.set_mesh(mesh):
+            x = sk.shard_tensor(VALUES["matrix"][:7, :5] * factor, {}, mesh)
+            state = tx.init({"x": x})
+        there = jax.device_put(keys, NamedSharding(mesh, PartitionSpec(axis)))
+        padded = sk.shard_tensor(VALUES["matrix"][:7] * factor, {axis: sk.Shard(0)}, mesh, uneven="pad")
+        return {"x": x, "state": state, "keys": there, "padded": padded, "alone": jnp.float32(2 * factor)}
+
+    target = tree(mesh, "b", 0)
+    saved = tree(source, "a", 1)
+    with jax.set_mesh(on({"o": 2}, axis_types)):
+        sk.save(tmp_path, saved, 1)
+        found = sk.restore(tmp_path, target)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
+        assert a.sharding == b.sharding
+    np.testing.assert_array_equal(np.asarray(found["x"]), VALUES["matrix"][:7, :5])
+    np.testing.assert_array_equal(np.asarray(found["padded"]), VALUES["matrix"][:7])
+    np.testing.assert_array_equal(jax.random.key_data(found["keys"]), jax.random.key_data(keys))
+    assert found["alone"] == 2
+
+
+def test_onto_a_model_that_was_only_described(tmp_path):
+    source = Net(nnx.Rngs(0))
+    no_keys = jax.random.split(jax.random.key(0), 4)[:0]
+    sk.save(tmp_path, {"model": source, "no keys": no_keys}, 1)
+    model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    found = sk.restore(tmp_path, {"model": model, "no keys": jax.eval_shape(lambda: no_keys)})
+    assert found["model"] is model
+    np.testing.assert_array_equal(model.conv.kernel.get_value(), source.conv.kernel.get_value())
+    assert isinstance(found["no keys"], jax.Array)
+    assert found["no keys"].dtype == no_keys.dtype
+
+
+class Color(enum.IntEnum):
+    RED = 1
+    BLUE = 2
+
+
+def test_types_of_plain_values_are_kept(tmp_path):
+    tree = {"color": Color.RED, "n": np.float64(3), "c": np.complex128(1j), "swapped": np.arange(3, dtype=">f4")}
+    sk.save(tmp_path, tree, 1)
+    target = {"color": Color.BLUE, "n": np.float64(0), "c": np.complex128(0), "swapped": np.zeros(3, ">f4")}
+    found = sk.restore(tmp_path, target)
+    assert found["color"] is Color.RED
+    for name in ("n", "c", "swapped"):
+        assert type(found[name]) is type(tree[name])
+        assert found[name].dtype == tree[name].dtype
+        np.testing.assert_array_equal(found[name], tree[name])
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float8_e4m3fn", "float4_e2m1fn"])
+def test_small_numbers(tmp_path, dtype):
+    x = np.array([0, 1, 0, 1]).astype(dtype)
+    sk.save(tmp_path, {"x": x}, 1)
+    found = sk.restore(tmp_path, {"x": x})["x"]
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, x)
+
+
+class Position:
+    """Something that has a state, and may not take one."""
+
+    def __init__(self, at, taken=True):
+        self.at, self.taken = at, taken
+
+    def get_state(self):
+        return self.at
+
+    def set_state(self, state):
+        if not self.taken and state != self.at:
+            raise ValueError("not taken")
+        self.at = state
+
+
+def test_nothing_is_changed_where_a_state_is_not_taken(tmp_path):
+    sk.save(tmp_path, {"a": Position((1, 2)), "b": Position(3), "model": Net(nnx.Rngs(1))}, 1)
+    a, model = Position(0), Net(nnx.Rngs(0))
+    before = np.asarray(model.conv.kernel.get_value())
+    with pytest.raises(ValueError, match="not taken"):
+        sk.restore(tmp_path, {"a": a, "b": Position(0, taken=False), "model": model})
+    assert a.at == 0
+    np.testing.assert_array_equal(model.conv.kernel.get_value(), before)
+    sk.restore(tmp_path, {"a": a, "b": Position(0), "model": model})
+    assert a.at == (1, 2)
+
+
+def test_names_of_any_characters(tmp_path):
+    names = ["a.b", "/", "%", "%2E", "", " ", "é\n", "\\", "x" * 300, "value"]
+    tree = {name: {"in": jnp.float32(i)} for i, name in enumerate(names)}
+    sk.save(tmp_path / "a b%20é#", tree, np.int64(1))
+    found = sk.restore(tmp_path / "a b%20é#", jax.tree.map(jnp.zeros_like, tree), step=np.int64(1))
+    assert [float(found[name]["in"]) for name in names] == list(range(len(names)))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -121,3 +122,23 @@ class Both:
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls()
+
+
+def test_a_field_called_value_is_one_like_any_other():
+    """States of line searches have one beside others."""
+    found = names(optax.scale_by_backtracking_linesearch(5).init({"w": jnp.ones(2)}))
+    assert {"value", "learning_rate"} <= set(found)
+
+
+def test_boxes_of_linen_leave_no_trace():
+    def make(initializer):
+        layer = nn.Dense(4, kernel_init=initializer)
+        return layer.init(jax.random.key(0), jnp.ones((2, 8)))
+
+    ones = nn.initializers.ones
+    boxed = make(nn.with_partitioning(ones, ("a", None)))
+    assert names(boxed) == names(make(ones)) == ["params/bias", "params/kernel"]
+    slots, build = take_apart(boxed)
+    again = build([slot.value + 1 for slot in slots])
+    assert again["params"]["kernel"].names == ("a", None)
+    assert float(again["params"]["kernel"].value[0, 0]) == 2
