@@ -8,9 +8,9 @@ if not __package__:
     import os
     import types
 
-    here = os.path.dirname(os.path.abspath(__file__))
+    here: str = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(here)
-    package = types.ModuleType("shardkit")
+    package: types.ModuleType = types.ModuleType("shardkit")
     package.__path__ = [here]
     sys.modules["shardkit"] = package
 

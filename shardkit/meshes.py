@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -214,7 +214,7 @@ _stand_in: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("stand_i
 
 
 @contextlib.contextmanager
-def standing_in(mesh: Mesh | None) -> Iterator[None]:
+def standing_in(mesh: Mesh | None) -> Generator[None]:
     """Functions of this library that are bound to a mesh of the same axes take ``mesh``, to be compiled for it."""
     token = _stand_in.set(mesh)
     try:

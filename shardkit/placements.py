@@ -21,7 +21,13 @@ REDUCE_KINDS = ("sum", "mean", "max", "min", "prod", "any", "all")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Base of the three placements; not built by itself."""
+    """Base of the three placements; not built by itself.
+
+    Example:
+      >>> import shardkit as sk
+      >>> [isinstance(p, sk.Placement) for p in (sk.Shard(0), sk.Replicate(), sk.Partial())]
+      [True, True, True]
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Shard(Placement):
 
     dim: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not hasattr(self.dim, "__index__"):
             raise TypeError(f"Shard(dim) takes an integer array dim, got {self.dim!r}")
         object.__setattr__(self, "dim", self.dim.__index__())
@@ -44,7 +50,13 @@ class Shard(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Replicate(Placement):
-    """Every device along the mesh axis holds the same values."""
+    """Every device along the mesh axis holds the same values.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> sk.to_partition_spec([sk.Replicate(), sk.Shard(0)], jax.sharding.AbstractMesh((2, 4), ("dp", "sp")))
+      P('sp',)
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +65,16 @@ class Partial(Placement):
 
     Args:
       reduce: one of "sum", "mean", "max", "min", "prod", "any", "all".
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.Partial(), sk.Partial("max")
+      (Partial(reduce='sum'), Partial(reduce='max'))
     """
 
     reduce: str = "sum"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.reduce not in REDUCE_KINDS:
             raise ValueError(f"Partial(reduce={self.reduce!r}): reduce must be one of {REDUCE_KINDS}")
 
@@ -90,7 +107,7 @@ def _check_axes(names: Sequence[str], mesh: AnyMesh, given: Any) -> None:
 
 def _parse(given: Any, mesh: AnyMesh) -> _Parsed:
     if isinstance(given, Layout):
-        given = given._parsed_for(mesh)
+        given = given._parsed_for(mesh)  # pyright: ignore[reportPrivateUsage]
         return given
     if isinstance(given, NamedSharding):
         if given.mesh.axis_names != mesh.axis_names or given.mesh.axis_sizes != mesh.axis_sizes:
@@ -405,7 +422,13 @@ def to_partition_spec(placements: Placements | Layout, mesh: AnyMesh, ndim: int 
 
 
 def to_named_sharding(placements: Placements | Layout, mesh: AnyMesh) -> NamedSharding:
-    """The NamedSharding of placements in any form; see ``to_partition_spec``."""
+    """The NamedSharding of placements in any form; see ``to_partition_spec``.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> sk.to_named_sharding({"sp": sk.Shard(1)}, jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))).spec
+      P(None, 'sp')
+    """
     return Layout(mesh, placements).sharding
 
 

@@ -18,7 +18,7 @@ from shardkit.placements import AnyMesh, Layout
 
 
 def combine(
-    op: Callable, layout: Layout, stack: Any, value: Any, *, neutral: int, once: bool, swapped: bool = False
+    op: Callable[..., Any], layout: Layout, stack: Any, value: Any, *, neutral: int, once: bool, swapped: bool = False
 ) -> jax.Array:
     """``op(contribution, value)`` for every contribution; no communication if ``value`` is replicated or placed so.
 
@@ -37,12 +37,12 @@ def combine(
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted(op: Callable, layout: Layout, ndim: int, neutral: int, once: bool, swapped: bool):
+def _jitted(op: Callable[..., Any], layout: Layout, ndim: int, neutral: int, once: bool, swapped: bool):
     del ndim  # layouts are equal whatever rank they are made for
     return jax.jit(functools.partial(_combine, op, layout, neutral, once, swapped))
 
 
-def _combine(op: Callable, layout: Layout, neutral: int, once: bool, swapped: bool, stack: Any, value: Any):
+def _combine(op: Callable[..., Any], layout: Layout, neutral: int, once: bool, swapped: bool, stack: Any, value: Any):
     mesh = mesh_here(layout.mesh)
     lead = len(layout.partial_axes)
     spec = layout.stack_spec(stack.ndim - lead)

@@ -18,7 +18,9 @@ from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Placement, Replicate, Shard
 
 
-def local_map(fun: Callable, in_placements: Any, out_placements: Any, mesh: Mesh | None = None) -> Callable:
+def local_map(
+    fun: Callable[..., Any], in_placements: Any, out_placements: Any, mesh: Mesh | None = None
+) -> Callable[..., Any]:
     """A function of whole arrays that runs ``fun`` on each device's values, with the placements said on both sides.
 
     Nothing moves: an argument that is known to live elsewhere is an error. On Auto mesh axes under ``jit`` only the
@@ -65,7 +67,7 @@ def local_map(fun: Callable, in_placements: Any, out_placements: Any, mesh: Mesh
     return mapped
 
 
-def _run(fun: Callable, operands: Sequence[_Operand], out_placements: Any, mesh: AnyMesh) -> Any:
+def _run(fun: Callable[..., Any], operands: Sequence[_Operand], out_placements: Any, mesh: AnyMesh) -> Any:
     one = _is_one(out_placements)
     layouts = [_layout(p, mesh, "out_placements") for p in ([out_placements] if one else out_placements)]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from shardkit._compat import spec_entries
 from shardkit.placements import entry_names
@@ -57,11 +58,11 @@ class Padded:
         return int(np.prod(self.logical_shape))
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype[Any]:
         return self.array.dtype
 
     @property
-    def sharding(self):
+    def sharding(self) -> Sharding:
         """The sharding of the padded array."""
         return self.array.sharding
 
@@ -86,28 +87,28 @@ class Padded:
         array = _release_uneven_explicit(self.array, self.logical_shape)
         return crop_to(array, self.logical_shape)
 
-    __hash__ = None  # type: ignore[assignment]  # like an array: == is elementwise
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # like an array: == is elementwise
     __array_priority__ = 100  # NumPy leaves `ndarray + padded` to us
 
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(np.asarray(self.array)[tuple(slice(0, s) for s in self.logical_shape)], dtype=dtype, copy=copy)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> jax.Array:
         return self.value[index]
 
     def __len__(self) -> int:
         return len(self.value)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[jax.Array]:
         return iter(self.value)
 
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         # Array methods (sum, astype, reshape, ...) act on the logical value.
         if name.startswith("_") or name not in _ARRAY_METHODS:
             raise AttributeError(f"'Padded' object has no attribute {name!r}")
@@ -119,8 +120,8 @@ _ARRAY_METHODS = frozenset(
 ) - {"array", "data"}
 
 
-def _operator(fun, swap: bool):
-    def method(self: Padded, other: Any):
+def _operator(fun: Callable[[Any, Any], Any], swap: bool) -> Callable[[Padded, Any], Any]:
+    def method(self: Padded, other: Any) -> Any:
         other = other.value if isinstance(other, Padded) else other
         return fun(other, self.value) if swap else fun(self.value, other)
 

@@ -6,13 +6,13 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from shardkit.arrays.contributions import combine
 from shardkit.arrays.kinds import check_dtype
@@ -62,7 +62,7 @@ class PartialArray:
     layout: Layout
     logical_shape: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
             raise TypeError(f"PartialArray takes an sk.Layout, got {self.layout!r}; use sk.Layout(mesh, placements)")
         if not self.layout.partial_axes:
@@ -115,7 +115,8 @@ class PartialArray:
 
     # --- a pytree ---------------------------------------------------------------------------------
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], _Aux]:
+        """For JAX: the stack is data, all else isn't."""
         return ((jax.tree_util.GetAttrKey("stack"), self.stack),), _Aux(self.layout, self.logical_shape)
 
     @classmethod
@@ -157,11 +158,11 @@ class PartialArray:
         return math.prod(self.shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype[Any]:
         return self.stack.dtype
 
     @property
-    def sharding(self):
+    def sharding(self) -> Sharding:
         """The sharding of the stack."""
         return self.stack.sharding
 
@@ -234,12 +235,14 @@ class PartialArray:
             )
         return other
 
-    def _combine(self, op: Callable, other: Any, neutral: int, once: bool, swapped: bool = False) -> PartialArray:
+    def _combine(
+        self, op: Callable[..., Any], other: Any, neutral: int, once: bool, swapped: bool = False
+    ) -> PartialArray:
         value = self._plain(other, op.__name__)
         check_dtype(self._kind, jnp.result_type(self.dtype, value), f"PartialArray {op.__name__}")
         return self._with(combine(op, self.layout, self.stack, value, neutral=neutral, once=once, swapped=swapped))
 
-    def _merge(self, other: PartialArray, op: Callable) -> PartialArray:
+    def _merge(self, other: PartialArray, op: Callable[..., Any]) -> PartialArray:
         if not same_layout(self.layout, other.layout):
             raise ValueError(
                 f"{op.__name__}: {self!r} and {other!r} live differently; sk.reshard one of them to the placements "
@@ -252,7 +255,7 @@ class PartialArray:
         check_dtype(self._kind, jnp.result_type(self.dtype, other.dtype), f"PartialArray {op.__name__}")
         return self._with(op(self.stack, other.stack))
 
-    def _add(self, other: Any, op: Callable, swapped: bool) -> Any:
+    def _add(self, other: Any, op: Callable[..., Any], swapped: bool) -> Any:
         if isinstance(other, PartialArray):
             return self._merge(other, op)
         if not _is_value(other):
@@ -263,27 +266,27 @@ class PartialArray:
             _refuse(self, "value - x")  # it turns a max into a min
         return self._combine(op, other, 0, once=self._kind == "sum", swapped=swapped)
 
-    def __add__(self, other):
+    def __add__(self, other: Any) -> PartialArray:
         return self._add(other, operator.add, False)
 
-    def __radd__(self, other):
+    def __radd__(self, other: Any) -> PartialArray:
         return self._add(other, operator.add, True)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Any) -> PartialArray:
         return self._add(other, operator.sub, False)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Any) -> PartialArray:
         return self._add(other, operator.sub, True)
 
-    def __neg__(self):
+    def __neg__(self) -> PartialArray:
         if self._kind not in ("sum", "mean"):
             _refuse(self, "-x")
         return self._with(-self.stack)
 
-    def __pos__(self):
+    def __pos__(self) -> PartialArray:
         return self
 
-    def _scale(self, other: Any, op: Callable) -> Any:
+    def _scale(self, other: Any, op: Callable[..., Any]) -> Any:
         if isinstance(other, PartialArray):
             _refuse(self, f"{op.__name__} of two Partials")
         if not _is_value(other):
@@ -292,17 +295,17 @@ class PartialArray:
             _refuse(self, op.__name__)  # a negative factor turns a max into a min
         return self._combine(op, other, 1, once=self._kind == "prod")
 
-    def __mul__(self, other):
+    def __mul__(self, other: Any) -> PartialArray:
         return self._scale(other, operator.mul)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Any) -> PartialArray:
         return self._scale(other, operator.truediv)
 
     # --- what needs the value ---------------------------------------------------------------------
 
-    __hash__ = None  # type: ignore[assignment]  # like an array: == is elementwise
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # like an array: == is elementwise
     __array_priority__ = 100
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -315,7 +318,7 @@ class PartialArray:
         # Not raised here: JAX asks before it leaves `array + x` to __radd__, which it does for what it doesn't know.
         return _Refusal(self)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         if name in _VALUE_METHODS:
             _refuse(self, f".{name}")
         raise AttributeError(f"'PartialArray' object has no attribute {name!r}")
@@ -380,15 +383,15 @@ class _Refusal:
     def __repr__(self) -> str:
         return f"{self.x!r}, which isn't reduced yet: {_REDUCE_FIRST}"
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         _refuse(self.x, "this")
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self.x, "this")
 
 
 # NumPy comes here for `ndarray + x` as well: by reflected operators, for an ndarray would come back.
-_UFUNCS: dict[str, Callable] = {
+_UFUNCS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b if isinstance(a, PartialArray) else b.__radd__(a),
     "subtract": lambda a, b: a - b if isinstance(a, PartialArray) else b.__rsub__(a),
     "multiply": lambda a, b: a * b if isinstance(a, PartialArray) else b.__rmul__(a),

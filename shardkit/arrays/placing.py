@@ -79,7 +79,7 @@ def same_layout(a: Layout, b: Layout) -> bool:
     Within ``jit`` one may know the devices and the other the ambient abstract mesh only; axis types change
     within a manual region.
     """
-    if dict(a.mesh.shape) != dict(b.mesh.shape) or a.mesh.axis_names != b.mesh.axis_names or a._parsed != b._parsed:
+    if dict(a.mesh.shape) != dict(b.mesh.shape) or a.mesh.axis_names != b.mesh.axis_names or a._parsed != b._parsed:  # pyright: ignore[reportPrivateUsage]
         return False
     if isinstance(a.mesh, Mesh) and isinstance(b.mesh, Mesh):
         return a.mesh.devices.flat[:].tolist() == b.mesh.devices.flat[:].tolist()

@@ -64,7 +64,7 @@ def to_unreduced(partial: PartialArray) -> jax.Array:
 
 
 @functools.lru_cache(1024)
-def _namer(layout: Layout, ndim: int) -> Callable:
+def _namer(layout: Layout, ndim: int) -> Callable[..., Any]:
     """The program from stacked contributions to an unreduced array; op by op, JAX can't run its pcast."""
     lead = len(layout.partial_axes)
 
@@ -142,7 +142,7 @@ def _back(static: Static, stack: Any) -> jax.Array:
 
 
 @functools.lru_cache(1024)
-def _stacker(layout: Layout, ndim: int) -> Callable:
+def _stacker(layout: Layout, ndim: int) -> Callable[..., Any]:
     lead = (1,) * len(layout.partial_axes)
 
     def body(x: Any) -> Any:
@@ -153,7 +153,7 @@ def _stacker(layout: Layout, ndim: int) -> Callable:
 
 
 @functools.lru_cache(1024)
-def _unstacker(layout: Layout, ndim: int) -> Callable:
+def _unstacker(layout: Layout, ndim: int) -> Callable[..., Any]:
     lead, spec = len(layout.partial_axes), layout.stack_spec(ndim)
     own = partition_spec(spec_entries(spec)[lead:], (), "", layout.partial_axes)
 

@@ -119,7 +119,7 @@ def ring_attention(
         raise ValueError(f'{what}: balance={balance!r} is unknown; use "auto", True or False')
     if not _balanced(call, balance):
         return _run(call)
-    moved = {"axis": call.query_cut.axis_name, "mesh": call.mesh}
+    moved: dict[str, Any] = {"axis": call.query_cut.axis_name, "mesh": call.mesh}
     length = query.ndim - 3
     q, k, v = (to_zigzag(x, dim=length, **moved) for x in call.operands[:3])
     pairs = [_pairs_in_zigzag(call, x) for x in call.operands[3:]]

@@ -90,7 +90,7 @@ class Checkpointer:
         options = ocp.AsyncOptions(timeout_secs=math.ceil(timeout), create_directories_asynchronously=False)
         self._writer = ocp.AsyncCheckpointer(Handler(), async_options=options)
         self._preemption = Preemption() if preemption else None
-        self.preempted = False
+        self.preempted: bool = False
 
     @property
     def path(self) -> str:

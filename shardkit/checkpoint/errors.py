@@ -15,5 +15,5 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, message: str, *, file: str | os.PathLike[str] | None = None, previous: int | None = None):
         super().__init__(message)
-        self.file = None if file is None else os.fspath(file)
+        self.file: str | None = None if file is None else os.fspath(file)
         self.previous = previous

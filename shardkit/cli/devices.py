@@ -163,7 +163,7 @@ def check_devices(devices: Devices) -> list[Finding]:
     """
     if devices.error:
         return [Finding(PROBLEM, "JAX doesn't start", devices.error, _todo(devices.error))]
-    if devices.platforms == {"cpu"} and devices.count == 1:
+    if devices.platforms == frozenset({"cpu"}) and devices.count == 1:
         what = "there's one CPU device; meshes need several, which JAX can simulate"
         todo = 'jax.config.update("jax_num_cpu_devices", 8) before JAX is used, or JAX_NUM_CPU_DEVICES=8'
         return [Finding(NOTE, "one CPU device", what, todo)]

@@ -66,8 +66,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "flax older than jax",
         lambda s: s.has(flax="<0.12.10", jax=">=0.11.2"),
         PROBLEM,
-        "`import flax.nnx`, and so `import shardkit`, fails: module 'jax.experimental.hijax' has no attribute "
-        "'HiPrimitive'",
+        "`import flax.nnx`, and so `sk.parallelize` and checkpoints, fails: module 'jax.experimental.hijax' has no "
+        "attribute 'HiPrimitive'",
         "pip install 'flax>=0.12.10,!=0.12.11'",
         "jax-md/jax-md#423, google/flax#5596 (jax 0.11.2 with flax 0.12.9; jax 0.11.0 is fine); seen here: flax 0.12.8 "
         "and 0.12.9 fail with jax 0.12.0.1, 0.12.10 works",

@@ -222,7 +222,13 @@ def read_extras(
     return found
 
 
-def _needed(extra, parsed, python, requires_of, seen) -> list[Requirement]:
+def _needed(
+    extra: str,
+    parsed: list[Requirement],
+    python: str,
+    requires_of: Callable[[str], Sequence[str]],
+    seen: frozenset[tuple[str, str]],
+) -> list[Requirement]:
     """An extra's requirements, with those of the extras that it names in turn (``shardkit[test]``, ``jax[tpu]``)."""
     found = []
     for requirement in (r for r in parsed if r.extra == extra):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -45,7 +45,14 @@ class Spot:
 class Batches:
     """A source of batches whose place is their number, and what the iterator says of itself."""
 
-    state_keys = ("batch", "share", "processes", "states")
+    source: Any
+    placements: Any
+    mesh: Mesh
+    uneven: str
+    check: bool
+    what: str
+    lock: threading.Lock
+    state_keys: tuple[str, ...] = ("batch", "share", "processes", "states")
 
     def __init__(self, source: Any, placements: Any, mesh: Mesh, *, uneven: str, check: bool, what: str):
         self.source, self.placements, self.mesh = source, placements, mesh
@@ -264,7 +271,7 @@ class _Rounds:
         return dict(enumerate(everyone))
 
     @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
+    def alike(self) -> Generator[None]:
         """What fails here fails in all processes, so that nobody waits for another word."""
         try:
             yield

@@ -28,6 +28,9 @@ Reader = Callable[[int, np.ndarray, tuple[slice, ...]], np.ndarray]
 class Columns:
     """Records as a tree of arrays whose first dims count them; on disk they stay there (memory maps, h5py, zarr)."""
 
+    treedef: Any
+    columns: list[Any]
+
     def __init__(self, tree: Any, what: str):
         named, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         self.columns = [_array_like(column) for _, column in named]
@@ -61,6 +64,9 @@ class Columns:
 
 class Items:
     """Records by ``source[number]``, each a tree."""
+
+    source: Any
+    what: str
 
     def __init__(self, source: Any, what: str):
         self.source, self.what = source, what
@@ -107,6 +113,15 @@ class Items:
 
 class Records:
     """A source of batches whose place is an epoch and the number of a batch in it."""
+
+    rows: Columns | Items
+    placements: Any
+    mesh: Mesh
+    order: Order
+    uneven: str
+    check: bool
+    what: str
+    lock: threading.Lock
 
     def __init__(
         self, rows: Columns | Items, placements: Any, mesh: Mesh, order: Order, *, uneven: str, check: bool, what: str
@@ -174,7 +189,7 @@ class Records:
             )
         return self.order.normal(place)
 
-    state_keys = ("epoch", "batch", "seed", "shuffle", "batch_size", "records")
+    state_keys: tuple[str, ...] = ("epoch", "batch", "seed", "shuffle", "batch_size", "records")
 
     def run(self, place: Place, channel: str, alive: Callable[[], bool], ahead: bool) -> Iterator[tuple[Any, Place]]:
         """Batches from a place on, each with the place behind it."""

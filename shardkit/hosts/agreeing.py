@@ -24,11 +24,27 @@ _rounds: collections.defaultdict[str, itertools.count[int]] = collections.defaul
 
 
 class ProcessMismatchError(ValueError):
-    """Processes of one program said different things."""
+    """Processes of one program said different things.
+
+    Example:
+      >>> import shardkit as sk
+      >>> try:
+      ...     sk.check_same({"x": 1}, "the batch")  # a process alone: nobody differs
+      ... except sk.ProcessMismatchError as error:
+      ...     print("not the same everywhere:", error)
+    """
 
 
 class MissingProcessError(TimeoutError):
-    """A process didn't come to where the others wait for it."""
+    """A process didn't come to where the others wait for it.
+
+    Example:
+      >>> import shardkit as sk
+      >>> try:
+      ...     sk.check_same({"x": 1}, "the batch")  # a process alone: nobody is missed
+      ... except sk.MissingProcessError as error:
+      ...     print("restart the job:", error)
+    """
 
 
 def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
@@ -44,6 +60,11 @@ def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
 
     Raises:
       MissingProcessError: in every process that came; it names those that didn't.
+
+    Example:
+      >>> from shardkit.hosts import exchange
+      >>> exchange("greeting", "hello")  # a process alone
+      ['hello']
     """
     client = service()
     if client is None:

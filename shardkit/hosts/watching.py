@@ -104,7 +104,14 @@ def watch(
 
 
 class Watch:
-    """Two threads that watch over the other processes, and say to them how this one is."""
+    """Two threads that watch over the other processes, and say to them how this one is.
+
+    Example:
+      >>> from shardkit.hosts import Watch, watch
+      >>> started = watch(stuck_timeout=3600)
+      >>> started is None or isinstance(started, Watch)  # None: a process alone
+      True
+    """
 
     def __init__(
         self,
@@ -270,7 +277,7 @@ class Watch:
             marks=mark.count if mark else 0,
             last=str(mark) if mark else "",
             quiet=now - max(mark.at if mark else 0.0, self._started),
-            where=where(sys._current_frames().get(threading.main_thread().ident or 0)),
+            where=where(sys._current_frames().get(threading.main_thread().ident or 0)),  # pyright: ignore[reportPrivateUsage]
             ended=self._ended[0] if self._ended else "",
             ended_for=now - self._ended[1] if self._ended else 0.0,
         )
@@ -280,7 +287,7 @@ class Watch:
         if not self._ending.acquire(blocking=False):
             return
         self._last.set()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         _write(
             f"shardkit: {found.text}\nshardkit: so process {self._process} ends, with exit status {STATUS}. "

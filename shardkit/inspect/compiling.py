@@ -83,7 +83,8 @@ def lower_program(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     arguments = (tuple(args), kwargs)
     if hasattr(staged, "trace"):
         traced = staged.trace(*args, **kwargs)
-        names = fun.leaf_names(*args, **kwargs) if hasattr(fun, "leaf_names") else ((), ())
+        named: Any = fun
+        names = named.leaf_names(*args, **kwargs) if hasattr(fun, "leaf_names") else ((), ())
         return Staged(traced.lower(), getattr(traced, "jaxpr", None), arguments, names)
     return Staged(staged.lower(*args, **kwargs), None, arguments)
 

@@ -23,6 +23,12 @@ class MemoryReport:
       aliased: the part of `outputs` that reuses the memory of donated inputs.
       generated_code: the program itself, where it lives on the device (0 on CPU).
       peak: the most in use at any moment, or None if the backend does not say.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> report = sk.memory(jnp.cos, jnp.ones(256, "float32"))
+      >>> report.arguments, report.outputs, report.total >= 2048
+      (1024, 1024, True)
     """
 
     arguments: int

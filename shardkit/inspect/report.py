@@ -40,6 +40,13 @@ class Collective:
       op_name: JAX's name for the operation, such as "jit(f)/shard_map/psum"; "" if not recorded.
       source: the user's line, "model.py:123"; "" if not recorded.
       name: name of the HLO instruction.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = sk.make_mesh({"dp": jax.device_count()})
+      >>> x = sk.shard_tensor(jnp.ones(8 * jax.device_count()), {"dp": sk.Shard(0)}, mesh)
+      >>> all(isinstance(c, sk.Collective) and c.axes == ("dp",) for c in sk.collectives(jnp.sum, x))
+      True
     """
 
     kind: str
@@ -74,6 +81,12 @@ class CollectiveReport:
     Attributes:
       entries: the collectives.
       mesh_axes: (name, size) of each axis of the mesh that `axes` refer to, or None if none was found.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> report = sk.collectives(jnp.sum, jnp.ones(8))
+      >>> len(report), report.count("all_reduce"), report.bytes()
+      (0, 0, 0)
     """
 
     entries: tuple[Collective, ...]

@@ -25,7 +25,7 @@ def parse_shape(text: str) -> Any:
       >>> parse_shape("(f32[8,<=4]{1,0:T(8,128)S(1)}, (u32[], bf16[2]{0}))")
       (('f32', (8, 4)), (('u32', ()), ('bf16', (2,))))
     """
-    stack: list[list] = [[]]
+    stack: list[list[Any]] = [[]]
     for token in _TOKEN.finditer(_LAYOUT.sub("", text)):
         if token[0] == "(":
             stack.append([])

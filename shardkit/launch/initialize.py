@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -214,7 +214,7 @@ def _detect(
 
 
 @contextlib.contextmanager
-def _says_who_did_not_come(seconds: int, count: int | None) -> Iterator[None]:
+def _says_who_did_not_come(seconds: int, count: int | None) -> Generator[None]:
     """JAX aborts when not all come in time, without a word of that. Where they'd meet only JAX knows, so they can't."""
     of = "all" if count is None else f"all {count}"
     timer = threading.Timer(

@@ -9,7 +9,18 @@ LOOPBACK = "127.0.0.1"
 
 
 class PortTakenError(OSError):
-    """Something else listens there."""
+    """Something else listens there.
+
+    Example:
+      >>> import socket, sys
+      >>> from shardkit.launch import PortTakenError, run
+      >>> with socket.create_server(("127.0.0.1", 0)) as taken:
+      ...     try:
+      ...         _ = run([sys.executable, "-c", "pass"], port=taken.getsockname()[1])
+      ...     except PortTakenError:
+      ...         print("another port, please")
+      another port, please
+    """
 
 
 def reserve(port: int | None = None) -> socket.socket:

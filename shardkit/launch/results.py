@@ -15,6 +15,11 @@ class Ended:
       status: its exit status; the negative number of the signal that killed it; None if it still ran.
       stdout: what it wrote, if that was captured.
       stderr: the same.
+
+    Example:
+      >>> from shardkit.launch import Ended
+      >>> Ended(1, 0, stdout="done\\n").status
+      0
     """
 
     process: int
@@ -31,6 +36,13 @@ class Result:
       processes: in their order.
       first_failure: the one that failed first, after which the others were stopped. None if none did.
       signal: the one that was forwarded to them. None if none was.
+
+    Example:
+      >>> import sys
+      >>> from shardkit.launch import run
+      >>> result = run([sys.executable, "-c", "print('here')"], processes=2, capture=True)
+      >>> result.status, result.first_failure, [ended.stdout for ended in result.processes]
+      (0, None, ['here\\n', 'here\\n'])
     """
 
     processes: tuple[Ended, ...]
@@ -74,7 +86,17 @@ class Result:
 
 
 class ProcessFailedError(RuntimeError):
-    """A process of a run failed. Its ``result`` says how all of them ended."""
+    """A process of a run failed. Its ``result`` says how all of them ended.
+
+    Example:
+      >>> import sys
+      >>> from shardkit.launch import ProcessFailedError, run
+      >>> try:
+      ...     run([sys.executable, "-c", "raise SystemExit(3)"], processes=1, capture=True).check()
+      ... except ProcessFailedError as error:
+      ...     error.result.status
+      3
+    """
 
     def __init__(self, message: str, result: Result):
         super().__init__(message)
@@ -82,7 +104,17 @@ class ProcessFailedError(RuntimeError):
 
 
 class RunTimeoutError(TimeoutError):
-    """A run took longer than it may. Its ``result`` says which processes had ended, and what all have written."""
+    """A run took longer than it may. Its ``result`` says which processes had ended, and what all have written.
+
+    Example:
+      >>> import sys
+      >>> from shardkit.launch import RunTimeoutError, run
+      >>> try:
+      ...     _ = run([sys.executable, "-c", "import time; time.sleep(60)"], processes=1, timeout=0.2, capture=True)
+      ... except RunTimeoutError as error:
+      ...     error.result.processes[0].status is None
+      True
+    """
 
     def __init__(self, message: str, result: Result):
         super().__init__(message)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 from shardkit.hosts.watching import STATUS
@@ -175,7 +175,7 @@ def _cause(failed: Sequence[int], statuses: Mapping[int, int]) -> int:
 
 
 @contextlib.contextmanager
-def _caught() -> Iterator[list[int]]:
+def _caught() -> Generator[list[int]]:
     """The signals to this process, as they come."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

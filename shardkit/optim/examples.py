@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -194,7 +194,7 @@ def current_examples() -> Examples | None:
 
 
 @contextlib.contextmanager
-def examples_here(examples: Examples | None) -> Iterator[None]:
+def examples_here(examples: Examples | None) -> Generator[None]:
     """What ``current_examples`` gives while a function is traced; ``None`` hides it.
 
     Example:

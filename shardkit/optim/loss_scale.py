@@ -21,6 +21,12 @@ class LossScaleState(NamedTuple):
       good_steps: finite steps since the scale changed last.
       skipped: steps left out so far.
       inner: the state of the optimizer within.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardkit as sk
+      >>> state = sk.dynamic_loss_scale(optax.sgd(0.1), initial_scale=8.0).init(jnp.ones(2))
+      >>> isinstance(state, sk.LossScaleState), float(state.scale), int(state.skipped)
+      (True, 8.0, 0)
     """
 
     scale: jax.Array

@@ -55,6 +55,13 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     Args:
       max_norm: the largest global norm of the updates that is left as it is.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> tx = sk.clip_by_global_norm(1.0)
+      >>> updates, _ = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init({"w": jnp.zeros(2)}))
+      >>> [round(x, 4) for x in updates["w"].tolist()]
+      [0.6, 0.8]
     """
 
     def init(params: Any) -> optax.EmptyState:

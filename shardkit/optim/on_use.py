@@ -60,7 +60,8 @@ class Gather:
         return x.astype(block.dtype)
 
 
-gather_p = jex_core.Primitive("sk_gather")  # of a block, and a slot of zeros whose gradient is that of the result
+# Of a block, and a slot of zeros whose gradient is that of the result.
+gather_p: jex_core.Primitive = jex_core.Primitive("sk_gather")
 
 
 def _abstract(block: Any, slot: Any, *, gather: Gather) -> Any:
@@ -126,7 +127,7 @@ class ShardedParam:
         return gather_p.bind(self.block, self.slot, gather=self.recipe)
 
 
-def gather_on_use(fun: Callable) -> Callable:
+def gather_on_use(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A layer that gathers its own sharded parameters, for ``sk.value_and_grad(..., gather="layer")``.
 
     Called with plain arrays (outside training, on one device) it's ``fun`` itself. To run a layer again in the backward

@@ -25,7 +25,7 @@ class Region:
 
     def __init__(
         self,
-        loss: Callable,
+        loss: Callable[..., Any],
         mesh: AnyMesh,
         axes: Mapping[str, int],
         parameters: Sequence[Parameter],
@@ -93,7 +93,9 @@ class Region:
         scalars, arrays = self._aux_over_devices(aux)
         return value, count, scalars, arrays, [self._stacked(g) for g in grads]
 
-    def _one(self, loss: Callable, blocks: Any, data: Sequence[Any], positions: Sequence[Any], number: Any = 0) -> Any:
+    def _one(
+        self, loss: Callable[..., Any], blocks: Any, data: Sequence[Any], positions: Sequence[Any], number: Any = 0
+    ) -> Any:
         """(loss, count, gradients, aux) of one slice."""
         indices = dict(zip(self._names, positions, strict=True))
         with examples_here(place(self._cuts, indices, number) if self._shared else None):
@@ -106,7 +108,7 @@ class Region:
             position = position * self._mesh.shape[name] + index
         return position * self._slices + number
 
-    def _differentiated(self, loss: Callable, blocks: Any, data: Sequence[Any], key: Any) -> Any:
+    def _differentiated(self, loss: Callable[..., Any], blocks: Any, data: Sequence[Any], key: Any) -> Any:
         data = [self._key_of(x, key) if leaf.kind == "key" else x for x, leaf in zip(data, self._leaves, strict=True)]
 
         def scalar(points: Any) -> Any:
@@ -143,7 +145,7 @@ class Region:
         leaves = [new[gathered[id(x)]] if id(x) in gathered else x for x in leaves]
         return jax.tree.unflatten(tree, leaves)
 
-    def _scan(self, loss: Callable, blocks: Any, data: Sequence[Any], positions: Sequence[Any]) -> Any:
+    def _scan(self, loss: Callable[..., Any], blocks: Any, data: Sequence[Any], positions: Sequence[Any]) -> Any:
         """The same of all slices, one after another, added up."""
         slices = self._slices
         cut = [leaf.sliced for leaf in self._leaves]

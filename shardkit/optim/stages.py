@@ -12,16 +12,34 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage1:
-    """Optimizer state is sharded over ``axis``; gradients and parameters live as they did."""
+    """Optimizer state is sharded over ``axis``; gradients and parameters live as they did.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.ShardingStage1("dp")
+      ShardingStage1(axis='dp')
+    """
 
     axis: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage2(ShardingStage1):
-    """And gradients, once reduced, exist only scattered."""
+    """And gradients, once reduced, exist only scattered.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.ShardingStage2("dp")
+      ShardingStage2(axis='dp')
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage3(ShardingStage2):
-    """And parameters are sharded between steps, as their own placements say; they're gathered where they are used."""
+    """And parameters are sharded between steps, as their own placements say; they're gathered where they are used.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.ShardingStage3("dp")
+      ShardingStage3(axis='dp')
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -12,8 +13,8 @@ from shardkit.placements import AnyMesh, Layout
 
 
 def on_blocks(
-    body: Callable, mesh: AnyMesh, sources: Sequence[Layout], targets: Sequence[Layout], ndims: Sequence[int]
-) -> Callable:
+    body: Callable[..., Any], mesh: AnyMesh, sources: Sequence[Layout], targets: Sequence[Layout], ndims: Sequence[int]
+) -> Callable[..., Any]:
     """``body``, from the blocks of all leaves to those of all results, compiled.
 
     Args:
@@ -23,7 +24,7 @@ def on_blocks(
       ndims: of each leaf.
     """
 
-    def specs(layouts: Sequence[Layout]) -> list:
+    def specs(layouts: Sequence[Layout]) -> list[Any]:
         return [layout.stack_spec(ndim) for layout, ndim in zip(layouts, ndims, strict=True)]
 
     # Types needn't be checked: it says where everything is, and isn't differentiated.

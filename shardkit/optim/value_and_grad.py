@@ -20,7 +20,7 @@ from shardkit.placements import AnyMesh
 
 
 def value_and_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
@@ -34,7 +34,7 @@ def value_and_grad(
     gather: str | None = None,
     gather_dtype: Any = None,
     keys: str = "split",
-) -> Callable:
+) -> Callable[..., Any]:
     """As ``jax.value_and_grad``, each device on its part of the batch; gradients come out Partial.
 
     ``fun`` runs on each device's part, with ``batch_axes`` manual and every other mesh axis left to the compiler.

@@ -29,7 +29,7 @@ class Before(Protocol):
 
     def __call__(
         self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> tuple[tuple[Any, ...], dict]: ...
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
 
 class After(Protocol):

@@ -187,7 +187,7 @@ class Matcher:
 
 def _callers_level() -> int:
     """How far up the code is that isn't ours or Flax's: where a warning points at."""
-    frame, level = sys._getframe(1), 1  # as warnings.warn counts: 1 is who calls it
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]  # as warnings.warn counts: 1 is who calls it
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.split(".")[0] not in ("shardkit", "flax", "jax", "contextlib", "functools"):

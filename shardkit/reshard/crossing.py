@@ -7,7 +7,7 @@ import functools
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
@@ -121,7 +121,7 @@ def _costs_to(problem: Problem, goal: State) -> Costs:
     return {state: cost for state, cost in costs.items() if not state.partial}
 
 
-def _dijkstra(start: State, edges) -> dict[State, tuple[int, int, int]]:
+def _dijkstra(start: State, edges: Callable[[State], list[tuple[State, Move]]]) -> dict[State, tuple[int, int, int]]:
     costs = {start: (0, 0, 0)}
     queue = [((0, 0, 0), start)]
     done = set()

@@ -24,6 +24,13 @@ class ReshardStep:
       before, after: the layouts it leads from and to, as text: the axes that cut each dim, "-" where none does.
       collective: the kind that ``sk.collectives`` calls it by in the compiled program; None if there's none.
       reduce: what a device does with the contributions it receives, where the collective doesn't.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
+      >>> (step,) = sk.plan_reshard((8, 8), "float32", [sk.Partial()], [sk.Shard(0)], mesh).steps
+      >>> step.kind, step.axes, step.bytes
+      ('psum_scatter', ('x',), 192)
     """
 
     kind: str

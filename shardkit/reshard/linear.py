@@ -141,7 +141,7 @@ def _reversed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(found)
 
 
-reshard_p = jex_core.Primitive("sk_reshard")
+reshard_p: jex_core.Primitive = jex_core.Primitive("sk_reshard")
 
 
 def apply(program: Program, x: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def apply(program: Program, x: jax.Array) -> jax.Array:
 
 
 def _region(x: jax.Array, *, program: Program) -> jax.Array:
-    def body(block):
+    def body(block: jax.Array) -> jax.Array:
         block = block.reshape(block.shape[len(program.source.lead) :])
         block = take(program.problem, program.steps, program.axis_names, block)
         return block.reshape((1,) * len(program.goal.lead) + block.shape)

@@ -276,7 +276,7 @@ def _pad_dim(x: Array, dim: int, size: int) -> Array:
     return jnp.pad(x, [(0, size - x.shape[dim] if d == dim else 0) for d in range(x.ndim)])
 
 
-def _crop(problem: Problem, x: Array, after: State, dims) -> Array:
+def _crop(problem: Problem, x: Array, after: State, dims: Iterable[int]) -> Array:
     """Without the padded tails of dims that are whole now."""
     for dim in dims:
         if not after.dims[dim]:

@@ -14,7 +14,7 @@ from shardkit._compat import spec_entries
 from shardkit.arrays.placing import constrain
 from shardkit.meshes import manual_axes
 from shardkit.placements import AnyMesh, Layout, entry_names
-from shardkit.reshard import derivatives  # noqa: F401  # makes programs differentiable
+from shardkit.reshard import derivatives  # noqa: F401  # pyright: ignore[reportUnusedImport]  # makes programs differentiable
 from shardkit.reshard.linear import End, Program, apply
 from shardkit.reshard.regions import Names, region_between, same_place
 from shardkit.reshard.route import route

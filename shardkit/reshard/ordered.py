@@ -6,6 +6,8 @@ have no such freedom, and cost no more bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def to_ordered(x: jax.Array, kind: str) -> jax.Array:
     return jnp.where(jnp.isnan(x), beyond, ordered)
 
 
-def from_ordered(ordered: jax.Array, dtype) -> jax.Array:
+def from_ordered(ordered: jax.Array, dtype: Any) -> jax.Array:
     """The floats again."""
     if dtype == jnp.bool_:
         return ordered.astype(jnp.bool_)
@@ -35,5 +37,5 @@ def from_ordered(ordered: jax.Array, dtype) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ greatest, ordered), dtype)
 
 
-def _integer(dtype):
+def _integer(dtype: Any) -> Any:
     return {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[jnp.dtype(dtype).itemsize]

@@ -26,6 +26,13 @@ class ReshardPlan:
       dtype: of the array.
       source, destination: the layouts.
       steps: what is done, in order.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
+      >>> plan = sk.plan_reshard((8, 8), "float32", [sk.Shard(0)], [sk.Replicate()], mesh)
+      >>> plan.bytes_per_device, plan.collectives
+      (192, ('all_gather',))
     """
 
     shape: tuple[int, ...]

@@ -108,7 +108,16 @@ def between(
     return found
 
 
-def _way(factors: Factors, shape, itemsize, source: Ends, goal: Ends, reduce, wanted, limit: Cost | None):
+def _way(
+    factors: Factors,
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: Ends,
+    goal: Ends,
+    reduce: str | None,
+    wanted: str | None,
+    limit: Cost | None,
+) -> Route | None:
     problem = Problem(factors, shape, itemsize, reduce, wanted)
     start, end = state_of(factors, *source), state_of(factors, *goal)
     moves = cheaper(problem, start, end, limit)

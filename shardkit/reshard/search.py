@@ -16,6 +16,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def _search(
             return way[::-1]
         received = best[node][0]
 
-        def offer(move: Move, permuted: bool, made: bool, node=node, so_far=best[node]):
+        def offer(move: Move, permuted: bool, made: bool, node: Any = node, so_far: Any = best[node]) -> None:
             target = (move.after, permuted, made)
             if target in done:
                 return

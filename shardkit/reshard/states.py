@@ -37,7 +37,7 @@ class Problem:
     reduce: str | None = None
     wanted: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "_blocks", {})
 
     def parts(self, factors: tuple[int, ...]) -> int:

@@ -217,7 +217,7 @@ def _run(region: _Region, x: Array, *whole: Array) -> Array:
     cuts = dict(region.cuts)
     dims = list(cuts)
 
-    def body(block, whole, *where):
+    def body(block: Array, whole: Any, *where: Array) -> Array:
         at = dict(zip(dims, read_indices(cuts, dims, where), strict=True))
         return _cleared(region.op(at, block, *whole), region.clear, at)
 

@@ -27,7 +27,7 @@ def _filler(x: Array, fill: Fill) -> Array:
     return jnp.zeros((), x.dtype) if fill is None else jnp.asarray(fill, x.dtype)
 
 
-def per_shard(values: tuple, index: Index):
+def per_shard(values: tuple[Any, ...], index: Index) -> Any:
     """The entry of a static table that belongs to this shard; a plain int where all are equal."""
     if len(set(values)) == 1:
         return values[0]

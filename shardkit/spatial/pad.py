@@ -228,6 +228,8 @@ def _cut_out(x: Array, exchange: Exchange, axis_name: AxisName, index: Index, di
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
+    """What one padded dim needs on each shard."""
+
     dim: int
     axis_name: AxisName
     shards: int

@@ -26,7 +26,15 @@ def per_dim(given: Any, count: int, name: str, what: str, dims: str = "dim") -> 
     return values
 
 
-def read_padding(padding, sizes, kernels, strides, lhs_dilation, rhs_dilation, what: str):
+def read_padding(
+    padding: Any,
+    sizes: Sequence[int],
+    kernels: Sequence[int],
+    strides: Sequence[int],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    what: str,
+) -> Sequence[tuple[int, int]]:
     """Padding as one (low, high) pair of integers a spatial dim, from a name or pairs."""
     count = len(sizes)
     if isinstance(padding, str):

@@ -99,7 +99,7 @@ class Call:
     tree: Any
     statics: tuple[tuple[int, Any], ...]
 
-    def rebuild(self, values: Sequence[Any]) -> tuple[tuple, dict]:
+    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these in place of the arrays."""
         left, fixed = iter(values), dict(self.statics)
         leaves = [fixed[i] if i in fixed else next(left) for i in range(len(values) + len(fixed))]
@@ -136,9 +136,9 @@ def is_array(x: Any) -> bool:
 
 
 def read_call(
-    fun: Callable,
-    args: tuple,
-    kwargs: dict,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     in_placements: Any,
     mesh: AnyMesh,
     static: frozenset[int],
@@ -194,7 +194,9 @@ def _counted(given: frozenset[int], count: int, name: str) -> frozenset[int]:
     return frozenset(i % count for i in given)
 
 
-def _positional(fun: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _positional(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs:
         return args, kwargs
     try:
@@ -255,7 +257,7 @@ def _own(x: Any, mesh: AnyMesh, name: str) -> Layout:
     return (found.on(mesh) if same_place(found.mesh, mesh) else found).resolved(ndim)
 
 
-def _name(fun: Callable, path: Any) -> str:
+def _name(fun: Callable[..., Any], path: Any) -> str:
     """``w['kernel']``, as the function calls it, for people."""
     (_, first, *rest) = path
     if path[0].idx == 1:
@@ -263,7 +265,7 @@ def _name(fun: Callable, path: Any) -> str:
     return f"{_parameter(fun, first.idx)}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _parameter(fun: Callable, position: int) -> str:
+def _parameter(fun: Callable[..., Any], position: int) -> str:
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):

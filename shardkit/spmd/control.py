@@ -230,7 +230,7 @@ def cond(node: Node, placed: Places, wishes: Wishes, setting: Setting) -> Sequen
     _, outs, found = best
 
     def run(here: Any, which: Any, *blocks: Any) -> Sequence[Any]:
-        def branch(f: Arrangement) -> Callable:
+        def branch(f: Arrangement) -> Callable[..., Any]:
             return lambda *given: tuple(execute(f, given))
 
         return lax.switch(jnp.asarray(which, jnp.int32), [branch(f) for f in found], *blocks)

@@ -16,8 +16,13 @@ from shardkit.placements import Layout
 
 
 def with_own_derivative(
-    run: Callable, fun: Callable, inputs: Sequence[Layout], outputs: Sequence[Layout], partition: Callable, plain: bool
-) -> Callable:
+    run: Callable[..., Any],
+    fun: Callable[..., Any],
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout],
+    partition: Callable[..., Any],
+    plain: bool,
+) -> Callable[..., Any]:
     """``run`` with the derivative of ``fun`` in reverse mode.
 
     Args:

@@ -14,7 +14,7 @@ from shardkit.spmd.arguments import INFERRED, is_placements
 from shardkit.spmd.partition import Partitioned, partition
 
 
-def infer_placements(fun: Callable, in_placements: Any, *, mesh: AnyMesh | None = None) -> Callable:
+def infer_placements(fun: Callable[..., Any], in_placements: Any, *, mesh: AnyMesh | None = None) -> Callable[..., Any]:
     """Where the outputs of a function would be, Partial included, if it were partitioned.
 
     Args:
@@ -140,13 +140,13 @@ def _said(axes: Sequence[str]) -> str:
 
 
 def infer_gradient_placements(
-    loss: Callable,
+    loss: Callable[..., Any],
     param_placements: Any,
     input_placements: Any = None,
     *,
     mesh: AnyMesh | None = None,
     has_aux: bool = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """Where the gradients of a loss become Partial, which operations made them so, and what there is to reduce.
 
     A dim that is contracted, reduced or broadcast away while it's cut leaves the gradient Partial over the axes that
@@ -191,7 +191,7 @@ def infer_gradient_placements(
     return inferred
 
 
-def _report(whole: Partitioned, args: tuple) -> GradientReport:
+def _report(whole: Partitioned, args: tuple[Any, ...]) -> GradientReport:
     program, results = whole.inspect(*args)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.flatten_with_path(results)[0]]
     found = []

@@ -17,7 +17,7 @@ from shardkit.meshes import ambient_mesh
 from shardkit.placements import AnyMesh, Layout, Partial, Placements, Shard, entry_names
 from shardkit.reshard import reshard
 
-constrain_p = jex_core.Primitive("sk_constrain")
+constrain_p: jex_core.Primitive = jex_core.Primitive("sk_constrain")
 _tokens = itertools.count()
 
 
@@ -58,7 +58,7 @@ def _frozen(placements: Any) -> Any:
     return tuple(placements) if isinstance(placements, list) else placements
 
 
-class _Mapping(tuple):
+class _Mapping(tuple[Any, ...]):
     """Placements by axis name, as pairs."""
 
 
@@ -123,7 +123,7 @@ batching.primitive_batchers[constrain_p] = _batched
 mlir.register_lowering(constrain_p, mlir.lower_fun(_outside, multiple_results=False))
 
 
-on_mesh_p = jex_core.Primitive("sk_on_mesh")
+on_mesh_p: jex_core.Primitive = jex_core.Primitive("sk_on_mesh")
 
 
 def on_mesh(x: Any, mesh: AnyMesh, placements: Placements | Layout) -> Any:

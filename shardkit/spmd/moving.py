@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.reshard.local import take
-from shardkit.reshard.route import Route, between
+from shardkit.reshard.route import Ends, Route, between
 from shardkit.spmd.placed import Placed, Sizes
 from shardkit.spmd.rules.strategy import Type
 
@@ -27,7 +27,15 @@ def way(of: Type, source: Placed, goal: Placed, sizes: Sizes) -> Route:
 
 
 @functools.lru_cache(1 << 16)
-def _way(sizes, shape, itemsize, source, goal, reduce, wanted) -> Route:
+def _way(
+    sizes: tuple[tuple[str, int], ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: Ends,
+    goal: Ends,
+    reduce: str | None,
+    wanted: str | None,
+) -> Route:
     """The search, once for all shapes whose dims the whole mesh divides: there bytes grow with the elements alone."""
     devices = math.prod(size for _, size in sizes)
     smallest = tuple(devices if size and size % devices == 0 else size for size in shape)

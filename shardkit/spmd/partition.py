@@ -26,7 +26,7 @@ UNKNOWN = ("replicate", "error")
 
 
 def partition(
-    fun: Callable,
+    fun: Callable[..., Any],
     in_placements: Any,
     out_placements: Any = None,
     *,
@@ -101,9 +101,24 @@ class Partitioned:
     """A function with a placement for every value; see ``partition``.
 
     Calling it runs it. Works under ``jax.jit`` too.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> double = sk.partition(lambda x: 2 * x, [sk.Shard(0)], mesh=sk.make_mesh({"dp": 1}))
+      >>> double(jnp.arange(3)).tolist(), double.program(jnp.arange(3)).collectives
+      ([0, 2, 4], 0)
     """
 
-    def __init__(self, fun, in_placements, out_placements, mesh, unknown, static, donate):
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        in_placements: Any,
+        out_placements: Any,
+        mesh: AnyMesh | None,
+        unknown: str,
+        static: Any,
+        donate: Any,
+    ):
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
         self._in = in_placements
@@ -141,7 +156,7 @@ class Partitioned:
         stage = self._only_stage(args, kwargs)
         return stage.runnable().lower(*stage.described())
 
-    def _only_stage(self, args: tuple, kwargs: dict) -> Any:
+    def _only_stage(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stages = self._prepare(args, kwargs)[1].ready.stages
         if len(stages) > 1:
             raise ValueError(
@@ -174,7 +189,7 @@ class Partitioned:
         made = self._prepare(args, kwargs)[1]
         return made.program, made.results
 
-    def _prepare(self, args: tuple, kwargs: dict) -> tuple[Call, _Made]:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Made]:
         mesh = self._find_mesh(args, kwargs)
         call = read_call(self._fun, args, kwargs, self._in, mesh, self._static, self._donate)
         try:
@@ -190,7 +205,7 @@ class Partitioned:
             made = self._known[key] = self._make(call, mesh)
         return call, made
 
-    def _find_mesh(self, args: tuple, kwargs: dict) -> AnyMesh:
+    def _find_mesh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyMesh:
         given = self._mesh
         if given is None:
             said = jax.tree.leaves(self._in, is_leaf=lambda x: isinstance(x, Layout | NamedSharding))

@@ -21,6 +21,13 @@ class Program:
 
     Attributes:
       mesh: that it runs on.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> program = sk.partition(jnp.sum, [sk.Shard(0)], mesh=mesh).program(jnp.ones(8, "float32"))
+      >>> [step.kind for reshard in program.reshards for step in reshard.steps], program.collectives
+      (['psum'], 1)
     """
 
     def __init__(self, ready: Ready, mesh: AnyMesh, inputs: Sequence[str], outputs: Sequence[str], only: Any = None):

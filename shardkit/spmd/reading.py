@@ -38,8 +38,8 @@ class Reader:
     def __init__(self, ready: Ready, inputs: Sequence[str], outputs: Sequence[str]):
         self.ready = ready
         self.mesh: AnyMesh = ready.stages[0].stage.mesh if ready.stages else None  # type: ignore[assignment]
-        self.outputs = tuple(outputs)
-        self.names = dict(zip((v.number for v in ready.graph.inputs), inputs, strict=True))
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.names: dict[int, str] = dict(zip((v.number for v in ready.graph.inputs), inputs, strict=True))
 
     def name(self, value: Value) -> str:
         if value.number not in self.names:

@@ -47,7 +47,7 @@ class ReadyStage:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     donated: tuple[int, ...] = ()
-    wrap: Callable | None = None
+    wrap: Callable[..., Any] | None = None
     run: Any = None
 
     def runnable(self) -> Any:
@@ -65,7 +65,7 @@ class ReadyStage:
         return all(not la.partial_axes and la.padded_shape(v.aval.shape) == tuple(v.aval.shape) for v, la in pairs)
 
     @functools.cached_property
-    def labels(self) -> list[Callable]:
+    def labels(self) -> list[Callable[..., Any]]:
         """Of each output, what it is once it has left."""
         return [_label(la, v) for la, v in zip(self.outputs, self.arrangement.graph.outputs, strict=True)]
 
@@ -227,7 +227,7 @@ def _captured(array: Any, mesh: AnyMesh, sizes: Sizes) -> Placed:
     return from_layout(layout, np.ndim(array), sizes)
 
 
-def _region(ready: ReadyStage) -> Callable:
+def _region(ready: ReadyStage) -> Callable[..., Any]:
     """A stage as a function of whole arrays (and stacks of contributions)."""
     found, mesh = ready.arrangement, ready.stage.mesh
     kept = [to_layout(p, mesh).stack_spec(len(p.dims)) for p in found.captured]
@@ -265,7 +265,7 @@ def _described(value: Value, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*lead, *layout.padded_shape(shape)), value.aval.dtype, sharding=sharding)
 
 
-def _label(layout: Layout, value: Value) -> Callable:
+def _label(layout: Layout, value: Value) -> Callable[..., Any]:
     """What makes of an array that left the region what it is."""
     shape, sizes = tuple(value.aval.shape), dict(layout.mesh.shape)
     padded = None if even(shape, from_layout(layout, len(shape), sizes), sizes) else shape

@@ -31,7 +31,7 @@ _BODIES = {
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "outside_call", "debug_print"})
 
 
-def trace(fun: Callable, *args: Any) -> tuple[Graph, Any]:
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:
     """The graph of a function, and the pytree of its results (of ``jax.ShapeDtypeStruct``).
 
     Args:

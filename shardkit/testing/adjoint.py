@@ -16,7 +16,9 @@ from shardkit.testing.one_device import the_mesh
 from shardkit.testing.values import name_of
 
 
-def assert_adjoint(forward: Callable, transpose: Callable | None, x: Any, y: Any, *, rtol: float | None = None) -> None:
+def assert_adjoint(
+    forward: Callable[..., Any], transpose: Callable[..., Any] | None, x: Any, y: Any, *, rtol: float | None = None
+) -> None:
     """Checks ``<F x, y> = <x, F* y>``: what a data movement and its gradient must obey.
 
     Products are summed on the host in double precision, without conjugation: for complex numbers this is the transpose,

@@ -19,7 +19,7 @@ class Tolerance:
     rtol: float | None = None
     atol: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if value is None:

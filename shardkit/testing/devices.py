@@ -119,7 +119,13 @@ def splits(count: int, ways: int, *, every: bool = False) -> list[tuple[int, ...
 
 
 def mesh_id(mesh: Any) -> str | None:
-    """A readable id for pytest: "dp2-sp4", with "-explicit" (or "-mixed") where axes are. None for other things."""
+    """A readable id for pytest: "dp2-sp4", with "-explicit" (or "-mixed") where axes are. None for other things.
+
+    Example:
+      >>> import shardkit as sk
+      >>> mesh_id(sk.make_mesh({"dp": 1, "sp": 1})), mesh_id("not a mesh")
+      ('dp1-sp1', None)
+    """
     if not isinstance(mesh, Mesh | AbstractMesh):
         return None
     sizes = "-".join(f"{name}{size}" for name, size in mesh.shape.items())

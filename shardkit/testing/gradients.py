@@ -23,12 +23,12 @@ from shardkit.testing.values import assert_same_values
 
 
 def assert_same_gradients(
-    fun: Callable,
+    fun: Callable[..., Any],
     *args: Any,
     placements: Any,
     argnums: int | Sequence[int] = 0,
     meshes: Iterable[Mesh] | None = None,
-    reference: Callable | None = None,
+    reference: Callable[..., Any] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     uneven: str = "error",
@@ -159,7 +159,9 @@ def _weights(outputs: Sequence[tuple[tuple[int, ...], Any]], seed: int) -> list[
     return weights
 
 
-def _gradients(fun: Callable, weights: Sequence[np.ndarray | None], argnums: tuple[int, ...]) -> Callable:
+def _gradients(
+    fun: Callable[..., Any], weights: Sequence[np.ndarray | None], argnums: tuple[int, ...]
+) -> Callable[..., Any]:
     def loss(*args: Any) -> jax.Array:
         results = jax.tree.leaves(fun(*args), is_leaf=is_whole)
         total: Any = 0.0

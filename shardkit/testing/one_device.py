@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from shardkit.spmd import Partitioned
 from shardkit.testing.held import read, reduced
 
 
-def on_one_device(fun: Callable, *, keep_axes: bool = False) -> Callable:
+def on_one_device(fun: Callable[..., Any], *, keep_axes: bool = False) -> Callable[..., Any]:
     """The oracle: ``fun`` with its arguments put together on one device.
 
     Arguments may be placed anyhow. An ``sk.Padded`` enters as its logical value, an ``sk.PartialArray`` (or JAX's
@@ -93,7 +93,7 @@ def _placed(x: Any, mesh: Mesh | None, device: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _around(mesh: Mesh | None) -> Iterator[None]:
+def _around(mesh: Mesh | None) -> Generator[None]:
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     if mesh is None:
         inside = no_ambient_mesh()
@@ -104,7 +104,7 @@ def _around(mesh: Mesh | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hint(mesh: Mesh | None) -> Iterator[None]:
+def _hint(mesh: Mesh | None) -> Generator[None]:
     try:
         yield
     except Exception as err:

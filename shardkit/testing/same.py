@@ -12,9 +12,9 @@ from shardkit.testing.values import assert_same_values
 
 
 def assert_same_as_one_device(
-    fun: Callable,
+    fun: Callable[..., Any],
     *args: Any,
-    reference: Callable | None = None,
+    reference: Callable[..., Any] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     placements: Any = None,

@@ -18,6 +18,13 @@ class Drawing:
     """Who holds what: ``print`` it, ``rich.print`` it, or leave it as the last line of a notebook cell.
 
     Made by ``sk.show``.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((2,), ("dp",))
+      >>> drawing = sk.show({"dp": sk.Shard(0)}, mesh, shape=(8,))
+      >>> str(drawing).splitlines()[0], drawing.svg.startswith("<svg")
+      ('shape [8] on mesh dp=2', True)
     """
 
     subject: Subject

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from shardkit.inspect.drawing.blocks import Cut, Holder
 from shardkit.inspect.drawing.halos import Run, pieces_of
@@ -229,7 +230,7 @@ def _holder_story(subject: Subject, holder: Holder) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _processes(devices: tuple) -> frozenset[int]:
+def _processes(devices: tuple[Any, ...]) -> frozenset[int]:
     return frozenset(device.process for device in devices)
 
 

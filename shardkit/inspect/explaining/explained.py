@@ -19,6 +19,13 @@ class Explained:
       purpose: one of ``PURPOSES``.
       what: what exactly.
       seconds: an estimate for all its runs in a step; None where the hardware isn't in the table.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = sk.make_mesh({"dp": jax.device_count()})
+      >>> x = sk.shard_tensor(jnp.ones(8 * jax.device_count()), {"dp": sk.Shard(0)}, mesh)
+      >>> {entry.purpose for entry in sk.explain(jnp.sum, x).collectives} <= {"reduction"}
+      True
     """
 
     collective: Collective

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ class TooLargeError(Exception):
         self.said = said
 
 
-def compile_for(fun: Any, args: tuple, kwargs: dict, mesh: Any, name: str) -> compiling.Program:
+def compile_for(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, name: str) -> compiling.Program:
     """The program for a machine.
 
     Args:
@@ -62,7 +62,7 @@ def compile_for(fun: Any, args: tuple, kwargs: dict, mesh: Any, name: str) -> co
         return _compile(fun, there, named, mesh, name)
 
 
-def _compile(fun: Any, args: tuple, kwargs: dict, mesh: Any, name: str) -> compiling.Program:
+def _compile(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, name: str) -> compiling.Program:
     on = mesh if isinstance(mesh, Mesh) else _mesh_of((args, kwargs)) if ambient_mesh() is not None else None
     try:
         with _as_if_on(on):
@@ -95,7 +95,7 @@ def _compiled(staged: compiling.Staged) -> compiling.Program:
 
 
 @contextlib.contextmanager
-def _as_if_on(mesh: Mesh | None) -> Iterator[None]:
+def _as_if_on(mesh: Mesh | None) -> Generator[None]:
     """The mesh is ambient, and stands in for those of its axes that functions of this library were bound to."""
     if mesh is None:
         yield

@@ -77,7 +77,7 @@ class Lines:
             elif line.endswith("{") and not line.startswith((" ", "HloModule")):
                 name = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0].split("(", 1)[0]
                 current = self.of.setdefault(name, {})
-        self.callers = {
+        self.callers: dict[str, tuple[str, str]] = {
             callee: (computation.name, instruction.name)
             for computation in module.computations.values()
             for instruction in computation.instructions

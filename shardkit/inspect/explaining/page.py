@@ -43,6 +43,12 @@ class Explanation:
       notes: what else there is to know.
       refusal: why there is no compiled program: the compiler's words on memory that doesn't suffice. Nothing is known
         of its collectives then.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> page = sk.explain(lambda x: x @ x, jnp.ones((4, 4)))
+      >>> page.flops, page.bytes_per_device, page.unexplained, page.of("halo")
+      (128.0, 0, (), ())
     """
 
     name: str

@@ -210,7 +210,7 @@ def primitive(op_name: str) -> str:
     return re.split(r"[\[;]", op_name.rsplit("/", 1)[-1])[0]
 
 
-def _count(collective: Collective, shape: tuple) -> int:
+def _count(collective: Collective, shape: tuple[Any, ...]) -> int:
     """Elements of what was to be reduced or of what was put together: of a reduce-scatter, more than its result."""
     count = math.prod(shape[1])
     return count * collective.group_size if collective.kind == "reduce_scatter" else count

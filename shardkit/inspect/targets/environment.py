@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Generator[None]:
     """Sets variables and puts back what was there, also after an error."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

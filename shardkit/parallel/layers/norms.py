@@ -117,7 +117,7 @@ def group_norm(
     dims = tuple(d + (d == last) for d in reduced)
     mean, var = _statistics(settings, grouped, dims, applied, x.ndim)
 
-    def widen(stat):  # [N, 1.., groups, 1] -> [N, 1.., features]
+    def widen(stat: Any) -> Any:  # [N, 1.., groups, 1] -> [N, 1.., features]
         return jnp.repeat(stat.reshape(*stat.shape[:-1]), size, axis=-1)
 
     return _normalize(settings, x, widen(mean), widen(var), scale, bias)
@@ -210,7 +210,7 @@ def _local_statistics(x: Any, dims: tuple[int, ...], dtype: Any, fast: bool, cen
         )
     count = math.prod(x.shape[d] for d in dims)
 
-    def average(values):
+    def average(values: Any) -> Any:
         return values.sum(dims, keepdims=True) / count
 
     if not centered:

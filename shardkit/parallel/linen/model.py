@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ _active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default
 
 
 @contextlib.contextmanager
-def _planning() -> Iterator[None]:
+def _planning() -> Generator[None]:
     """A planned model's own ``init`` or ``apply`` is at work."""
     token = _active.set(True)
     try:

@@ -70,7 +70,7 @@ class Session:
         # of layers within attention that is cut as a unit: its path, its plans, the layer's part of them
         self._within: dict[str, tuple[str, tuple[LayerPlan, ...], WeightPlan]] = {}
         self._chosen: dict[str, tuple[LayerPlan, ...]] = {}
-        self.claims = Claims()
+        self.claims: Claims = Claims()
         self.sharded: dict[str, FullyShard] = {}
         self.layers: dict[str, nn.Module] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import jax
@@ -75,7 +75,7 @@ def run_shared(
 
 
 @contextlib.contextmanager
-def setting(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def setting(module: nn.Module, name: str, value: Any) -> Generator[None]:
     """A field of a (frozen) module has another value meanwhile."""
     before = getattr(module, name)
     object.__setattr__(module, name, value)

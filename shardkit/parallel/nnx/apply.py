@@ -247,7 +247,7 @@ def _places(
     return places
 
 
-def variables_of(model: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
+def variables_of(model: nnx.Module) -> Iterator[tuple[str, nnx.Variable[Any]]]:
     """Every variable that holds an array, once, with its first path."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable) and hasattr(node.get_raw_value(), "shape"):

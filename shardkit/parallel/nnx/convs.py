@@ -24,7 +24,7 @@ class RingConv(nnx.Conv):
 
     shardkit_plan: Applied
 
-    def __call__(self, inputs, out_sharding=None):
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
         settings = ConvSettings.of(self)
         reason = why_not_conv(settings, inputs.shape)
         if reason is None and out_sharding is not None:
@@ -40,5 +40,5 @@ class RingConvTranspose(nnx.ConvTranspose):
 
     shardkit_plan: Applied
 
-    def __call__(self, inputs):
+    def __call__(self, inputs: Any) -> Any:
         return conv_transpose(ConvSettings.of(self), *_operands(self, inputs), self.shardkit_plan)

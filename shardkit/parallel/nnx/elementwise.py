@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 
 from shardkit.arrays import Padded
@@ -15,7 +17,7 @@ class SpatialPReLU(nnx.PReLU):
 
     shardkit_plan: Applied
 
-    def __call__(self, inputs):
+    def __call__(self, inputs: Any) -> Any:
         if not isinstance(inputs, Padded):
             return nnx.PReLU.__call__(self, inputs)
         return elementwise(inputs, self.shardkit_plan, lambda array: nnx.PReLU.__call__(self, array))
@@ -26,8 +28,8 @@ class SpatialDropout(nnx.Dropout):
 
     shardkit_plan: Applied
 
-    def __call__(self, inputs, *, deterministic=None, rngs=None):
-        def run(array):
+    def __call__(self, inputs: Any, *, deterministic: bool | None = None, rngs: Any = None) -> Any:
+        def run(array: Any) -> Any:
             return nnx_dropout(self, array, deterministic=deterministic, rngs=rngs)
 
         return dropout(inputs, self.rate, run)

@@ -40,7 +40,7 @@ class SpatialBatchNorm(nnx.BatchNorm):
 
     shardkit_plan: Applied
 
-    def __call__(self, x, use_running_average=None, *, mask=None):
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         frozen = use_running_average if use_running_average is not None else self.use_running_average
         reason = why_not_features(self.axis, x.ndim) or why_not_norm(self, mask)
         if reason is not None and not frozen:
@@ -62,7 +62,7 @@ class SpatialGroupNorm(nnx.GroupNorm):
 
     shardkit_plan: Applied
 
-    def __call__(self, x, *, mask=None):
+    def __call__(self, x: Any, *, mask: Any = None) -> Any:
         reason = why_not_norm(self, mask)
         if self.reduction_axes is not None:
             reason = f"it has its own reduction_axes={self.reduction_axes}"
@@ -78,7 +78,7 @@ class SpatialInstanceNorm(nnx.InstanceNorm):
 
     shardkit_plan: Applied
 
-    def __call__(self, x, *, mask=None):
+    def __call__(self, x: Any, *, mask: Any = None) -> Any:
         reason = why_not_features(self.feature_axes, x.ndim) or why_not_norm(self, mask)
         if reason is not None:
             say_once(self.shardkit_plan, "InstanceNorm", reason)
@@ -106,7 +106,7 @@ class SpatialLayerNorm(nnx.LayerNorm):
 
     shardkit_plan: Applied
 
-    def __call__(self, x, *, mask=None):
+    def __call__(self, x: Any, *, mask: Any = None) -> Any:
         y = _layer_norm(self, x, mask, centered=True)
         return nnx.LayerNorm.__call__(self, whole(x), mask=mask) if y is None else y
 
@@ -116,6 +116,6 @@ class SpatialRMSNorm(nnx.RMSNorm):
 
     shardkit_plan: Applied
 
-    def __call__(self, x, mask=None):
+    def __call__(self, x: Any, mask: Any = None) -> Any:
         y = _layer_norm(self, x, mask, centered=False)
         return nnx.RMSNorm.__call__(self, whole(x), mask=mask) if y is None else y

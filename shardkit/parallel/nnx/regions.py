@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ _traced = contextvars.ContextVar("shardkit_region_traced", default=False)
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing() -> Generator[None]:
     token = _traced.set(True)
     try:
         yield

@@ -27,7 +27,7 @@ class DataParallel(LayerPlan):
     axis: str = "dp"
     dim: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)
         check_dim(self, self.dim)
 
@@ -56,7 +56,7 @@ class FullyShard(LayerPlan):
     min_size: int = 0
     first_dim: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)
         check_dim(self, self.min_size)
         check_dim(self, self.first_dim)

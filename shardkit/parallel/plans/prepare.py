@@ -34,7 +34,7 @@ class PrepareLayerInput(LayerPlan):
 
     fn: Callable[..., Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(self, self.fn)
 
 
@@ -56,5 +56,5 @@ class PrepareLayerOutput(LayerPlan):
 
     fn: Callable[..., Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(self, self.fn)

@@ -35,7 +35,7 @@ class SequenceParallel(LayerPlan):
     axis: str = "tp"
     dim: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)
         check_dim(self, self.dim)
 
@@ -66,7 +66,7 @@ class RingAttention(LayerPlan):
     backend: str = "ring"
     causal: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)
         if self.backend not in BACKENDS:
             raise ValueError(f"RingAttention: backend={self.backend!r} is unknown; use one of {BACKENDS}")

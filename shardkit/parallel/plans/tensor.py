@@ -34,7 +34,7 @@ class ColWiseParallel(LayerPlan):
     axis: str = "tp"
     gather_output: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)
 
 
@@ -64,5 +64,5 @@ class RowWiseParallel(LayerPlan):
     axis: str = "tp"
     is_input_parallel: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_axis_name(self, self.axis)

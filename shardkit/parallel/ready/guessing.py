@@ -26,6 +26,11 @@ class Found:
       name: of its class.
       inputs, outputs: features in and out; of an embedding vocabulary and features; 0 where it has none.
       heads, kv_heads: of attention.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.plans.Found("blocks/0/up", "linear", "Linear", inputs=4, outputs=8).last
+      'up'
     """
 
     path: str
@@ -49,7 +54,13 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen for a layer, and why; no plans: it's left as it is."""
+    """What was chosen for a layer, and why; no plans: it's left as it is.
+
+    Example:
+      >>> import shardkit as sk
+      >>> sk.plans.Choice("up", "Linear", (sk.ColWiseParallel("tp"),), "widens 4 to 8").plans
+      (ColWiseParallel(axis='tp', gather_output=False),)
+    """
 
     path: PathPattern
     name: str
@@ -60,12 +71,24 @@ class Choice:
 Guess = Callable[[Sequence[Found], AnyMesh | None], list[Choice]]
 
 
-class ReadyPlan(dict):
+class ReadyPlan(dict[PathPattern, Any]):
     """``{path pattern: plan}`` of your own, over a guess that's made when the plan meets its model.
 
     Entries that you set stand in for what was guessed for that path; ``None`` leaves the layer as it is.
     ``guess(model)`` gives the whole plan as a plain dictionary, to be edited.
+
+    Example:
+      >>> import shardkit as sk
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+      >>> plan = sk.plans.transformer(tp="tp", verbose=False)
+      >>> plan["layers/2"] = None  # not that one
+      >>> plan.guess(model)
+      {'layers/0': [ColWiseParallel(axis='tp', gather_output=False)]}
     """
+
+    title: str
+    verbose: bool
 
     def __init__(self, title: str, guess: Guess, verbose: bool = True):
         super().__init__()

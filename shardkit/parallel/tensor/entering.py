@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ _kept: contextvars.ContextVar[dict[tuple[Any, ...], tuple[Any, Any, Any]] | None
 
 
 @contextlib.contextmanager
-def remembering() -> Iterator[None]:
+def remembering() -> Generator[None]:
     """Within the outermost of these ``once`` remembers: traced values, which mustn't outlive the call they're of."""
     token = _kept.set({}) if _kept.get() is None else None
     try:
@@ -99,7 +99,7 @@ def _enter(axis: str, entries: tuple[Any, ...], dim: int | None, mesh: Any, x: A
 
     wide = sum_dtype(x.dtype, mesh)
 
-    def body(block):
+    def body(block: Any) -> Any:
         block = block.astype(wide)  # its gradient is added up in this dtype
         if dim is None:
             return varying(block, (axis,))[None].astype(x.dtype)

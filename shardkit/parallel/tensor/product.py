@@ -269,7 +269,7 @@ def _run(region: _Region, lhs: Any, rhs: Any) -> Any:
             for x, spec in zip((lhs, rhs), region.in_specs, strict=True)
         )
 
-    def body(lhs, rhs):
+    def body(lhs: Any, rhs: Any) -> Any:
         return region.multiply(lhs.squeeze(0) if region.entered else lhs, rhs)
 
     if region.nested:

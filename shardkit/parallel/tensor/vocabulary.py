@@ -306,7 +306,7 @@ def run_region(region: Region, local: Local, *operands: Any) -> Any:
     cut, mesh = region.cut, region.mesh
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(where, *blocks):
+    def body(where: Any, *blocks: Any) -> Any:
         return local(where[0], *blocks)
 
     # Handed in: XLA refuses lax.axis_index in some regions that leave other axes to the compiler.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax import Array, lax
 from jax import numpy as jnp
@@ -101,7 +102,7 @@ def is_tiny(conv: LocalConv, x: Array, kernel: Array) -> bool:
     return taps > math.prod(x.shape[d] for d in conv.lhs_spec[2:])
 
 
-def _convolve_padded(conv: LocalConv, x: Array, kernel: Array, padding: list, dilation: list) -> Array:
+def _convolve_padded(conv: LocalConv, x: Array, kernel: Array, padding: list[Any], dilation: list[Any]) -> Array:
     padding, dilation = list(padding), list(dilation)
     for position, (dim, window, _) in enumerate(conv.spatial()):
         (lo, hi), base = padding[position], dilation[position]

@@ -135,7 +135,9 @@ def _hashable(precision: Any) -> Any:
     return tuple(precision) if isinstance(precision, list) else precision
 
 
-def _dimension_numbers(lhs_shape, rhs_shape, given, what: str):
+def _dimension_numbers(
+    lhs_shape: Sequence[int], rhs_shape: Sequence[int], given: Any, what: str
+) -> tuple[lax.ConvDimensionNumbers, dict[str, int]]:
     try:
         numbers = lax.conv_dimension_numbers(tuple(lhs_shape), tuple(rhs_shape), given)
     except (ValueError, TypeError) as err:
@@ -157,7 +159,14 @@ def _logical_shape(lhs: Any, array: Any, cuts: dict[int, Cut]) -> tuple[int, ...
     return tuple(cuts[d].size if d in cuts else s for d, s in enumerate(array.shape))
 
 
-def _fit_padded(array, logical: tuple[int, ...], cuts: dict[int, Cut], numbers, batch_groups: int, what: str):
+def _fit_padded(
+    array: Any,
+    logical: tuple[int, ...],
+    cuts: dict[int, Cut],
+    numbers: lax.ConvDimensionNumbers,
+    batch_groups: int,
+    what: str,
+) -> Any:
     """Of a Padded's array: the named dims in whole blocks, a padded batch cleared, all else as it counts."""
     batch = numbers.lhs_spec[0]
     for dim, (held, size) in enumerate(zip(array.shape, logical, strict=True)):
@@ -176,7 +185,14 @@ def _fit_padded(array, logical: tuple[int, ...], cuts: dict[int, Cut], numbers, 
     return array
 
 
-def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_groups: int, what: str) -> None:
+def _check_features(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    numbers: lax.ConvDimensionNumbers,
+    feature_groups: int,
+    batch_groups: int,
+    what: str,
+) -> None:
     features = lhs_shape[numbers.lhs_spec[1]]
     taps_in, taps_out = rhs_shape[numbers.rhs_spec[1]], rhs_shape[numbers.rhs_spec[0]]
     for name, value in (("feature_group_count", feature_groups), ("batch_group_count", batch_groups)):
@@ -199,7 +215,16 @@ def _check_features(lhs_shape, rhs_shape, numbers, feature_groups: int, batch_gr
         raise ValueError(f"{what}: batch_group_count={batch_groups} does not divide the batch of {batch}")
 
 
-def _windows(lhs_shape, rhs_shape, numbers, strides, padding, lhs_dilation, rhs_dilation, what: str):
+def _windows(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    numbers: lax.ConvDimensionNumbers,
+    strides: Any,
+    padding: Any,
+    lhs_dilation: Any,
+    rhs_dilation: Any,
+    what: str,
+) -> tuple[Window, ...]:
     count = len(numbers.lhs_spec) - 2
     strides = per_dim(strides, count, "window_strides", what, "spatial dim")
     ld = per_dim(lhs_dilation, count, "lhs_dilation", what, "spatial dim")

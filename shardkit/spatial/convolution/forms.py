@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 
@@ -37,7 +37,7 @@ def found_form(layer: Layer) -> Form | None:
 
 
 @contextlib.contextmanager
-def forms(*found: Tuned | Form | str) -> Iterator[None]:
+def forms(*found: Tuned | Form | str) -> Generator[None]:
     """Within it, convolutions with ``method="auto"`` run in the forms given; those it says nothing of, by the table.
 
     It holds where functions are traced, so put it around the call that compiles (and the later ones: JAX compiles a

@@ -13,7 +13,8 @@ from jax import numpy as jnp
 from shardkit.spatial.convolution.spec import LocalConv
 
 
-def grouped_conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dilation: list) -> Array:
+def grouped_conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list[Any], lhs_dilation: list[Any]) -> Array:
+    """``lax.conv_general_dilated`` of a block that has its halos, with padding and dilation of its own."""
     numbers = lax.ConvDimensionNumbers(conv.lhs_spec, conv.rhs_spec, conv.out_spec)
     run = functools.partial(
         lax.conv_general_dilated,
@@ -47,7 +48,7 @@ def grouped_conv(conv: LocalConv, lhs: Array, rhs: Array, padding: list, lhs_dil
     return jnp.stack(outputs, axis=conv.out_spec[1] + 1).reshape(shape).astype(dtype)
 
 
-def _dilate_and_pad(conv: LocalConv, x: Array, padding: list, lhs_dilation: list) -> Array:
+def _dilate_and_pad(conv: LocalConv, x: Array, padding: list[Any], lhs_dilation: list[Any]) -> Array:
     """The input as a convolution's windows see it, in at least float32."""
     config = [(0, 0, 0)] * x.ndim
     for dim, (lo, hi), dilation in zip(conv.lhs_spec[2:], padding, lhs_dilation, strict=True):

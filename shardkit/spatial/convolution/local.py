@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -111,7 +112,7 @@ def _transposed_kernel(conv: LocalConv, kernel: Array) -> Array:
 def _input_tangent(conv: LocalConv, at: Indices, dx: Array, kernel: Array, out: Array) -> Array:
     gather = input_gradient_conv(conv)
 
-    def along_input(at, dx, kernel):
+    def along_input(at: Any, dx: Array, kernel: Array) -> Any:
         if gather is None or is_tiny(conv, dx, kernel):
             return _plain(conv, at, dx, kernel)
         flipped = _transposed_kernel(conv, kernel)
@@ -132,7 +133,7 @@ def _local_conv(conv: LocalConv, at: Indices, x: Array, kernel: Array) -> Array:
     return _kept(conv, _plain(conv, at, x, kernel))
 
 
-def _local_conv_jvp(conv: LocalConv, primals, tangents):
+def _local_conv_jvp(conv: LocalConv, primals: Any, tangents: Any) -> Any:
     (at, x, kernel), (_, dx, dkernel) = primals, tangents
     halos = _exchange(conv, at, x)
     out = _kept(conv, _outputs(conv, at, x, halos, kernel))
@@ -141,7 +142,7 @@ def _local_conv_jvp(conv: LocalConv, primals, tangents):
         parts.append(_input_tangent(conv, at, dx, kernel, out))
     if not isinstance(dkernel, jax.custom_derivatives.SymbolicZero):
 
-        def along_kernel(at, x, halos, dkernel):
+        def along_kernel(at: Any, x: Array, halos: Any, dkernel: Array) -> Any:
             return _outputs_for_kernel(conv, at, x, halos, dkernel)
 
         # checkpoint: "concat" makes the concatenation again in the backward pass, the halos are kept. "overlap" has

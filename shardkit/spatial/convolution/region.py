@@ -200,7 +200,7 @@ def _run_region(region: _Region, lhs: Array, rhs: Array) -> Array:
         rhs = jax.sharding.reshard(rhs, NamedSharding(region.mesh, region.in_specs[1]))
     cuts, dims = dict(region.cuts), region.conv.lhs_spec[2:]
 
-    def body(x, kernel, *where):
+    def body(x: Array, kernel: Array, *where: Array) -> Any:
         return _local(region.conv, region.clear, read_indices(cuts, dims, where), x, kernel)
 
     if region.nested:

@@ -63,7 +63,7 @@ class LocalConv:
     chunks: Chunks | None = None
     shift_kernel: bool = False
 
-    def spatial(self):
+    def spatial(self) -> list[tuple[int, ShardedWindow, AxisName]]:
         """(array dim of the input, window, mesh axis) for each spatial dim."""
         return list(zip(self.lhs_spec[2:], self.windows, self.axes, strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from shardkit.spatial.convolution.layers import Regime
 from shardkit.spatial.convolution.spec import LocalConv
@@ -49,7 +49,7 @@ def current_trial() -> Attempt | None:
 
 
 @contextlib.contextmanager
-def trying(form: Form) -> Iterator[Attempt]:
+def trying(form: Form) -> Generator[Attempt]:
     """Within it, functions that weren't traced before are traced in this form."""
     attempt = Attempt(form)
     token = _current.set(attempt)

@@ -105,7 +105,7 @@ def tune_conv(
             f"{_WHAT}: the mesh has devices of other processes, each of which would time, and choose, for itself; tune "
             "on the devices of one, or on a described target (sk.target_mesh), and set the same forms everywhere"
         )
-    keywords = {
+    keywords: dict[str, Any] = {
         "lhs_dilation": lhs_dilation,
         "rhs_dilation": rhs_dilation,
         "dimension_numbers": dimension_numbers,

@@ -123,7 +123,7 @@ def _combine(largest: bool, reduction: Reduction, x: Array) -> Array:
 
 
 @extreme.defjvp
-def _extreme_jvp(largest: bool, reduction: Reduction, primals, tangents):
+def _extreme_jvp(largest: bool, reduction: Reduction, primals: Any, tangents: Any) -> Any:
     """As jnp: the mean of the tangents of all elements that attain the extreme. pmax has no rule of its own."""
     (x,), (dx,) = primals, tangents
     out = extreme(largest, reduction, x)

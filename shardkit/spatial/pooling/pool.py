@@ -110,7 +110,7 @@ def ring_reduce_window(
     return call.run(WindowReduction(call.dims, computation), *init)
 
 
-def _initial(init_value: Any, computation: Callable, dtype: Any, what: str) -> tuple[Array, ...]:
+def _initial(init_value: Any, computation: Callable[..., Any], dtype: Any, what: str) -> tuple[Array, ...]:
     """The initial value as an operand; none where it's known to change nothing."""
     if np.ndim(init_value):
         raise TypeError(f"{what}: init_value must be a scalar, got shape {np.shape(init_value)}")

@@ -46,7 +46,7 @@ class WindowedDim:
         return self.window.window.stride
 
 
-def identity(computation: Callable, dtype: Any) -> np.ndarray | None:
+def identity(computation: Callable[..., Any], dtype: Any) -> np.ndarray | None:
     """The element that changes nothing, for the computations lax knows as monoids; else None."""
     dtype = np.dtype(dtype)
     if computation is lax.add and dtype != np.bool_:
@@ -76,7 +76,7 @@ class WindowReduction:
     """
 
     dims: tuple[WindowedDim, ...]
-    computation: Callable
+    computation: Callable[..., Any]
 
     def __call__(self, at: At, block: Array, *whole: Array) -> Array:
         fill = identity(self.computation, block.dtype)
@@ -125,7 +125,7 @@ def _reduce(op: WindowReduction, where: Sequence[Index], x: Array, halos: Halos,
     return folded if fill is not None else _any_real(op.dims, where, folded, first)
 
 
-def _elementwise(computation: Callable, ndim: int) -> Callable:
+def _elementwise(computation: Callable[..., Any], ndim: int) -> Callable[..., Any]:
     """A function of scalars as one of arrays of rank ``ndim``; no reshape, which would move sharded dims."""
     for _ in range(ndim):
         computation = jax.vmap(computation)
@@ -143,7 +143,7 @@ def _extreme(op: WindowReduction, where: Sequence[Index], line: Array) -> Array:
 
 
 @_extreme.defjvp
-def _extreme_jvp(op: WindowReduction, primals, tangents):
+def _extreme_jvp(op: WindowReduction, primals: Any, tangents: Any) -> Any:
     (where, line), (_, dline) = primals, tangents
     combine = _first_largest if op.computation is lax.max else _first_smallest
     fold = functools.partial(_fold, op.dims, where, combine=combine, fill=identity(op.computation, line.dtype))
@@ -220,7 +220,9 @@ def _pad(x: Array, dim: int, lo: int, hi: int, dilation: int, fill: Fill) -> Arr
 # --- tap by tap ---------------------------------------------------------------------------------------
 
 
-def _fold(dims: Sequence[WindowedDim], where: Sequence[Index], x: Array, combine: Callable, fill: Fill = None) -> Array:
+def _fold(
+    dims: Sequence[WindowedDim], where: Sequence[Index], x: Array, combine: Callable[..., Any], fill: Fill = None
+) -> Array:
     """Windows folded in row-major order.
 
     A window is the product of its dims' windows, and so is what's real in it: dims are folded one after the

@@ -106,7 +106,14 @@ def _says_all(text: str) -> bool:
 
 
 class Region:
-    """What ``region`` returns: call it as the function it was made of."""
+    """What ``region`` returns: call it as the function it was made of.
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> step = sk.spatial.region(lambda x: 2 * x, spatial_axes={"sp": 0}, mesh=sk.make_mesh({"sp": 1}))
+      >>> step(jnp.arange(3)).tolist(), step.why_leaves(jnp.arange(3))
+      ([0, 2, 4], [])
+    """
 
     def __init__(self, fun: Callable[..., Any], spatial_axes: Any, mesh: Any, exchange_every: int | str):
         functools.update_wrapper(self, fun)

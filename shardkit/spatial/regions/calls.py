@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ _deriving: contextvars.ContextVar[bool] = contextvars.ContextVar("deriving", def
 
 
 @contextlib.contextmanager
-def _within_a_derivative() -> Iterator[None]:
+def _within_a_derivative() -> Generator[None]:
     token = _deriving.set(True)
     try:
         yield

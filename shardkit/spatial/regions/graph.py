@@ -32,6 +32,10 @@ class Value:
     """
 
     __slots__ = ("aval", "constant", "maker", "number")
+    number: int
+    aval: Any
+    constant: Any
+    maker: Node | None
 
     def __init__(self, aval: Any, constant: Any = None, maker: Node | None = None):
         self.number, self.aval, self.constant, self.maker = next(_numbers), aval, constant, maker

@@ -173,7 +173,7 @@ def _moved(block: Block, links: Sequence[Link]) -> InChunks | bool | None:
     return InChunks(dims[chunks.dim], batch, chunks.count, chunks.major)
 
 
-class Links(tuple):
+class Links(tuple[Any, ...]):
     """Links of an operand whose other dims move, too: ``others`` says where those that stay whole go."""
 
     others: Mapping[int, int]

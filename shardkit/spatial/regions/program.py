@@ -52,6 +52,12 @@ class RegionProgram:
       axes: mesh axes that cut, and their sizes.
       every: windows between two exchanges, as asked for or chosen.
       lines: one an operation on blocks (operations on whole values aren't shown).
+
+    Example:
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> step = sk.spatial.region(lambda x: 2 * x, spatial_axes={"sp": 0}, mesh=sk.make_mesh({"sp": 1}))
+      >>> step.program(jnp.arange(3)).axes
+      {'sp': 1}
     """
 
     axes: Mapping[str, int]

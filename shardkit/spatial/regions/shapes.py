@@ -22,7 +22,7 @@ def _step(
     node: Node,
     lies: Sequence[Cuts],
     moves: Sequence[Moves],
-    params: Callable[[Any, Sequence[Array]], dict],
+    params: Callable[[Any, Sequence[Array]], dict[str, Any]],
     **more: Any,
 ) -> Step | None:
     """A local step, if all blocked dims are kept; ``params`` gives the primitive's for local arrays."""
@@ -58,7 +58,7 @@ def _empty(node: Node) -> Step:
     return Step(node, WHOLE, node.inputs, nowhere, ((),) * len(node.inputs), run, node.outputs, "empty")
 
 
-def _nothing(shape: Any, arrays: Any) -> dict:
+def _nothing(shape: Any, arrays: Any) -> dict[str, Any]:
     return {}
 
 
@@ -114,7 +114,7 @@ def slicing(node: Node, lies: Sequence[Cuts]) -> Step | None:
         d for d, size in enumerate(shape) if (p["start_indices"][d], p["limit_indices"][d], strides[d]) == (0, size, 1)
     ]
 
-    def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict:
+    def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict[str, Any]:
         limits = [arrays[0].shape[d] if d in whole else p["limit_indices"][d] for d in range(len(shape))]
         return {"limit_indices": tuple(limits)}
 
@@ -186,7 +186,7 @@ def gather(node: Node, lies: Sequence[Cuts]) -> Step | None:
     move = {d: to for d, to in zip(kept, numbers.offset_dims, strict=True) if sizes[d] == x.shape[d]}
     move = {d: to for d, to in move.items() if d not in numbers.start_index_map}
 
-    def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict:
+    def params(local: tuple[int, ...], arrays: Sequence[Array]) -> dict[str, Any]:
         return {"slice_sizes": tuple(arrays[0].shape[d] if d in move else s for d, s in enumerate(sizes))}
 
     return _step(node, lies, [move, {}], params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -57,7 +58,7 @@ def _extreme(kind: str, boolean: str):
     return rule
 
 
-def logical(kind: str):
+def logical(kind: str) -> Callable[[Op], Factored]:
     """``and`` of contributions to an all, ``or`` of those to an any."""
 
     def rule(op: Op) -> Factored:
@@ -95,7 +96,9 @@ def barrier(op: Op) -> Factored:
     return Factored(dims, dims, sizes, uneven=True)
 
 
-RULES = dict.fromkeys((*NONLINEAR, "threefry2x32", "random_fold_in"), elementwise) | {
+RULES: dict[str, Callable[[Op], Factored]] = dict.fromkeys(
+    (*NONLINEAR, "threefry2x32", "random_fold_in"), elementwise
+) | {
     "neg": _first,
     "real": _first,
     "imag": _first,

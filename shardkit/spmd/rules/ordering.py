@@ -254,7 +254,7 @@ def cumulative(op: Op) -> Factored:
     )
 
 
-RULES = {
+RULES: dict[str, Callable[[Op], Factored] | Callable[[Op], Custom]] = {
     "sort": sort,
     "top_k": top_k,
     "approx_top_k": approx_top_k,

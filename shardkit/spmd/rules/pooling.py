@@ -34,7 +34,7 @@ def reduce_window_monoid(op: Op) -> Factored:
     # Contributions of bools are other kinds ("any", "all"), and nobody pools bools.
     gone = {x for x, w in zip(letters, windows, strict=True) if _covers(w) and operand.dtype != bool}
 
-    def run(bind: Callable, over: Over, here: Any, line: Array) -> Array:
+    def run(bind: Callable[..., Any], over: Over, here: Any, line: Array) -> Array:
         return bind(fitted(here, line, over, kind))
 
     def local(cut: Cut, mesh: Sizes) -> Local | None:
@@ -60,7 +60,7 @@ def select_and_gather_add(op: Op) -> Factored:
     """Of each window of the second operand the largest (or smallest) is chosen, and the first operand read there."""
     kind = _chosen(op)
 
-    def run(bind: Callable, over: Over, here: Any, tangents: Array, line: Array) -> Array:
+    def run(bind: Callable[..., Any], over: Over, here: Any, tangents: Array, line: Array) -> Array:
         return bind(fitted(here, tangents, over), fitted(here, line, over, kind))
 
     return _choosing(op, run, {0: "sum", 1: kind})
@@ -75,7 +75,7 @@ def select_and_scatter_add(op: Op) -> Factored:
     """
     kind = _chosen(op)
 
-    def run(bind: Callable, over: Over, here: Any, source: Array, line: Array) -> Array:
+    def run(bind: Callable[..., Any], over: Over, here: Any, source: Array, line: Array) -> Array:
         # Sources beyond the last one are nobody's.
         fills = [(halo.dim, halo.axes, window.window.output_size, "sum") for halo, window in over]
         there = bind(here.mask(source, fills), fitted(here, line, over, kind))

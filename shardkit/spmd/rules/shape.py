@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from shardkit.spmd.placed import Sizes, parts
 from shardkit.spmd.rules.factored import ANY, Cut, Dim, Factored, Local, Together, names, one_letter_each
@@ -12,7 +13,9 @@ from shardkit.spmd.rules.strategy import Op
 _PASS = (Together(frozenset({0}), ANY),)
 
 
-def block_sizes(dims: Sequence[Dim], letters: dict[str, int], shape: Sequence[int], cut: Cut, sizes: Sizes) -> tuple:
+def block_sizes(
+    dims: Sequence[Dim], letters: dict[str, int], shape: Sequence[int], cut: Cut, sizes: Sizes
+) -> tuple[Any, ...]:
     """The sizes of a block whose dims are made of letters."""
     return tuple(
         -(-size // math.prod(parts(cut.get(x, ()), sizes) for x in mine))
