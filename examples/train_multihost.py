@@ -33,7 +33,7 @@ from train_charlm import Gpt, make_loss, make_step, place, read_corpus, read_doc
 
 import shardkit as sk
 
-LAYERS, FEATURES, HEADS = 2, 64, 4
+LAYERS, HEADS = 2, 4
 
 
 class Windows:
@@ -55,7 +55,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
     print(f"process id {os.getpid()}", flush=True)
     mesh = sk.make_mesh(read_mesh(arguments.mesh))
     corpus = read_corpus(read_documents()[1])
-    model = Gpt(corpus.symbols, arguments.context, LAYERS, FEATURES, HEADS, nnx.Rngs(arguments.seed))
+    model = Gpt(corpus.symbols, arguments.context, LAYERS, arguments.features, HEADS, nnx.Rngs(arguments.seed))
     graphdef, params = nnx.split(model)
     params = place(params, mesh)
     tx, step = make_step(make_loss(graphdef), mesh, 1, arguments.steps)
@@ -157,7 +157,9 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, processes: int, mesh: str, show: Callable):
         options = {"mesh": mesh, "checkpoints": folder}
-        options |= {name: getattr(arguments, name) for name in ("steps", "batch", "context", "every", "seed")}
+        options |= {
+            name: getattr(arguments, name) for name in ("steps", "batch", "context", "features", "every", "seed")
+        }
         launch = ["-m", "shardkit.launch", "-n", processes, "--devices-per-process", 8 // processes]
         job = [__file__, "run", *(part for name, value in options.items() for part in (f"--{name}", value))]
         self.said: list[str] = []
@@ -255,7 +257,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mesh", default="dp=4,tp=2", help="axes and sizes, of a run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="windows a step (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=32, help="characters a window (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=64, help="characters a window (default: %(default)s)")
+    parser.add_argument("--features", type=int, default=128, help="of the model (default: %(default)s)")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--checkpoints", type=Path, default=Path("multihost"), help="a folder, of a run")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _JAX = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib)[/\\]|[/\\]jax[/\\]_src[/\\]")
+_NOTEBOOK = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$|^<ipython-input-")
 _OWN = str(Path(__file__).resolve().parent)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -58,7 +59,7 @@ def _is_below(file: str, folder: str) -> bool:
 
 
 def short_location(frame: Frame | None) -> str:
-    """`file.py:12`, without the folder; "" for no frame.
+    """`file.py:12`, without the folder; `cell:12` in a notebook, whose files have numbers for names; "" for no frame.
 
     Example:
       >>> short_location(Frame("/home/user/model.py", 12))
@@ -66,5 +67,7 @@ def short_location(frame: Frame | None) -> str:
     """
     if frame is None or not frame.file:
         return ""
+    if _NOTEBOOK.search(frame.file):
+        return f"cell:{frame.line}"
     name = re.split(r"[/\\]", frame.file)[-1]
     return f"{name}:{frame.line}"

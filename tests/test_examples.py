@@ -324,9 +324,8 @@ def test_digits_vit_names_what_does_not_fit(arguments, message):
 
 @pytest.mark.not_smoke
 def test_multihost_is_interrupted_and_ends_as_if_it_were_not(tmp_path):
-    done = run(
-        "train_multihost.py", "--steps", 9, "--every", 2, "--batch", 8, "--context", 8, "--out", tmp_path / "new"
-    )
+    small = ("--steps", 9, "--every", 2, "--batch", 8, "--context", 8, "--features", 16)
+    done = run("train_multihost.py", *small, "--out", tmp_path / "new")
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"Loss curves: equal; largest relative difference (\S+) over 9 steps", done.stdout)
     assert found, done.stdout

@@ -31,7 +31,13 @@ def test_the_users_line_is_preferred(stack, expected):
 
 @pytest.mark.parametrize(
     ("frame", "text"),
-    [(USER, "model.py:12"), (Frame("C:\\work\\model.py", 4), "model.py:4"), (None, ""), (Frame("", 0), "")],
+    [
+        (USER, "model.py:12"),
+        (Frame("C:\\work\\model.py", 4), "model.py:4"),
+        (Frame("/tmp/ipykernel_4711/1638745621.py", 4), "cell:4"),
+        (None, ""),
+        (Frame("", 0), ""),
+    ],
 )
 def test_short_location(frame, text):
     assert short_location(frame) == text

@@ -148,5 +148,5 @@ def _newest(path: Any) -> int | None:
 
 
 def _words(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).rstrip(".")
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -141,6 +141,9 @@ class Program:
             [self._headline(), "", "before:", *_aligned(before), "", "after:", *_aligned(after), *self._losses()]
         )
 
+    def __repr__(self) -> str:
+        return f"<{self._headline()}>"
+
     def _headline(self) -> str:
         count = len(self.reshards)
         meshes = " and ".join(f"mesh {dict(m.shape)}" for m in self.meshes)
@@ -159,14 +162,15 @@ class Program:
         return lines
 
     def _repr_html_(self) -> str:
-        cell = 'style="text-align:left;padding:1px 8px"'
+        # On each cell: notebooks give cells a white-space of their own.
+        cell = 'style="text-align:left;white-space:pre;padding:1px 8px"'
         rows = []
         for step in self.steps:
             cells = "".join(f"<td {cell}>{html.escape(c)}</td>" for c in _after(step))
             style = ' style="background:#fff3d6;color:#000"' if step.kind == "reshard" else ""
             rows.append(f"<tr{style}>{cells}</tr>")
         head = "".join(f"<th {cell}>{c}</th>" for c in ("", "value", "type", "a block", "where", "", "line"))
-        table = "font-family:monospace;white-space:pre;border-collapse:collapse"
+        table = "font-family:monospace;border-collapse:collapse"
         return (
             f'<div><p>{html.escape(self._headline())}</p><div style="max-height:40em;overflow:auto">'
             f'<table style="{table}"><tr>{head}</tr>{"".join(rows)}</table></div></div>'
