@@ -5,9 +5,9 @@
 
 The first table: examples/train_multihost.py over 1, 2 and 4 processes of this machine, as its log has it: the median
 step, and what its loop waits for a save, every ten steps and after every step, where it also waits until the one before
-is on disk. The second: parameters and state of AdamW (stage 2) of a given size on 8 simulated devices, saved and restored
-by shardkit (which checks every file) and by orbax alone, in turns: how long the loop waits, when all is on disk, and
-restoring onto 4, 8 and 16 devices.
+is on disk. The second: parameters and state of AdamW (stage 2) of a given size on 8 simulated devices, saved and
+restored by shardkit (which checks every file) and by orbax alone, in turns: how long the loop waits, when all is on
+disk, and restoring onto 4, 8 and 16 devices.
 """
 
 from __future__ import annotations
