@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +39,30 @@ def read_batch_axes(batch_axes: str | Sequence[str] | Mapping[str, int], mesh: A
     if any(not isinstance(dim, int) or dim < 0 for dim in given.values()):
         raise ValueError(f"batch_axes={batch_axes!r}: dims count from the front, 0 is the first")
     return {name: given[name] for name in mesh.axis_names if name in given}
+
+
+_cut: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardkit_batch_cut", default=None)
+
+
+def batch_cut() -> Mapping[str, int]:
+    """Which dim of the batch each mesh axis cuts, within a loss of ``value_and_grad``; nothing outside of one."""
+    return _cut.get() or {}
+
+
+@contextlib.contextmanager
+def cutting(axes: Mapping[str, int]) -> Generator[None]:
+    """What ``batch_cut`` gives while a loss is traced.
+
+    Example:
+      >>> with cutting({"dp": 0}):
+      ...     print(batch_cut())
+      {'dp': 0}
+    """
+    token = _cut.set(axes)
+    try:
+        yield
+    finally:
+        _cut.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardkit import scopes
 from shardkit._compat import spec_entries, varying_axes
-from shardkit.optim.batch import Leaf, entering
+from shardkit.optim.batch import Leaf, cutting, entering
 from shardkit.optim.examples import examples_here, place, read_cuts
 from shardkit.optim.parameters import Parameter
 from shardkit.placements import AnyMesh
@@ -98,7 +98,8 @@ class Region:
     ) -> Any:
         """(loss, count, gradients, aux) of one slice."""
         indices = dict(zip(self._names, positions, strict=True))
-        with examples_here(place(self._cuts, indices, number) if self._shared else None):
+        shared = examples_here(place(self._cuts, indices, number) if self._shared else None)
+        with shared, cutting(self._axes):
             return self._differentiated(loss, blocks, data, self._number(positions, number))
 
     def _number(self, positions: Sequence[Any], number: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 
+from shardkit.optim.batch import batch_cut
 from shardkit.parallel.layers.operands import array_of, like
 from shardkit.parallel.plans import Applied
 from shardkit.spatial.convolution.ring import ring_conv
@@ -169,8 +171,29 @@ def circular_transpose_padding(size: int, kernel: int, stride: int, transpose_ke
     return low, period - ((size - 1) * stride + 1) + kernel - 1 - low
 
 
+def check_batch_cut(cut: Mapping[Any, int], path: str) -> None:
+    """Refuses images of which a mesh axis cuts the batch, where the plan says that it cuts space.
+
+    The layer would take other images' columns for the neighbours of its own.
+
+    Raises:
+      ValueError: the axis, both dims, and what to write.
+    """
+    for axes, dim in cut.items():
+        for name in (axes,) if isinstance(axes, str) else axes:
+            held = batch_cut().get(name, dim)
+            if held != dim:
+                raise ValueError(
+                    f"layer {path!r}: ConvParallel cuts dim {dim} of its input over mesh axis {name!r}, but the "
+                    f"batch_axes of sk.value_and_grad cut dim {held} over it. Leave {name!r} out of batch_axes: the "
+                    f"layers sum over it themselves (or name the dim: batch_axes={{..., {name!r}: {dim}}}, where the "
+                    "loss is a mean over it)"
+                )
+
+
 def _common(settings: ConvSettings, x: Any, applied: Applied) -> dict[str, Any]:
     space = "DHW"[-len(settings.kernel_size) :]
+    check_batch_cut(applied.plan.spatial_axes(x.ndim), applied.path)
     return {
         "rhs_dilation": settings.kernel_dilation,
         "dimension_numbers": (f"N{space}C", f"{space}IO", f"N{space}C"),

@@ -16,6 +16,7 @@ from flax import nnx
 
 from shardkit.arrays import Padded
 from shardkit.optim.examples import current_examples
+from shardkit.parallel.layers.convs import check_batch_cut
 from shardkit.parallel.nnx.wrapping import own_class
 from shardkit.parallel.plans import Applied
 from shardkit.spatial.regions.api import Region
@@ -93,6 +94,7 @@ def _why_not(layer: Any, args: tuple[Any, ...], applied: Applied) -> list[str]:
     problem = applied.plan.problem(args[0].ndim - 2)
     if problem is not None:
         raise ValueError(f"{applied.path!r} was given {args[0].shape}, and {problem}")
+    check_batch_cut(applied.plan.spatial_axes(args[0].ndim), applied.path)
     inner = [getattr(m, "shardkit_plan", applied) for _, m in nnx.iter_graph(layer) if m is not layer]
     if any((p.plan, p.mesh) != (applied.plan, applied.mesh) for p in inner):
         return ["layers in it have plans of their own"]
