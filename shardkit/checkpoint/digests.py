@@ -10,8 +10,6 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 LIST = "SHA256SUMS"
 # Orbax writes these when all else is written; it doesn't read the arrays by them.
 AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -115,13 +113,3 @@ def damaged_files(directory: Any, listed: Mapping[str, str]) -> list[str]:
     items = sorted(listed.items())
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         return [name for (name, _), bad in zip(items, pool.map(differs, items), strict=True) if bad]
-
-
-def digest_of_array(x: np.ndarray) -> str:
-    """The SHA-256 of an array's elements, in hexadecimal."""
-    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def digest_of_text(text: str) -> str:
-    """The SHA-256 of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,7 +11,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from shardkit.checkpoint.describing import Description, describe
-from shardkit.checkpoint.digests import digest_of_text
 from shardkit.checkpoint.errors import CheckpointError
 from shardkit.checkpoint.json_values import to_json
 from shardkit.checkpoint.slots import Slot, name_of, take_apart
@@ -19,6 +18,7 @@ from shardkit.checkpoint.steps import claim, newest_whole
 from shardkit.checkpoint.together import CHANNEL, together
 from shardkit.checkpoint.writing import Save, stored_arrays
 from shardkit.hosts import ProcessMismatchError, agree, exchange
+from shardkit.hosts.digests import digest_of_text
 
 FORMAT = 1
 

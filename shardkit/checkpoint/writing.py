@@ -17,8 +17,6 @@ from shardkit.checkpoint.describing import Description
 from shardkit.checkpoint.digests import (
     AFTERWARDS,
     LIST,
-    digest_of_array,
-    digest_of_text,
     digests_of,
     files_below,
     from_text,
@@ -28,6 +26,7 @@ from shardkit.checkpoint.slots import Path, Slot, name_of
 from shardkit.checkpoint.steps import CONTENTS
 from shardkit.hosts import exchange
 from shardkit.hosts.agreeing import TIMEOUT
+from shardkit.hosts.digests import digest_of_array, digest_of_text
 from shardkit.hosts.words import processes
 
 # Ours within a folder of arrays: what is kept there and no more than that is read by other tools, too.

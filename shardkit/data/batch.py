@@ -17,7 +17,8 @@ from shardkit.data.cuts import cut_of, grids_of, mesh_text, owners_of, shared_of
 from shardkit.data.leaves import Leaf, dtype_of, mesh_for, placed_leaves
 from shardkit.data.placing import put
 from shardkit.data.settling import Sizes, settle
-from shardkit.data.telling import digest, tell
+from shardkit.data.telling import tell
+from shardkit.hosts.digests import digest_of_array
 from shardkit.placements import Layout
 
 WHAT = "shard_batch"
@@ -194,4 +195,4 @@ def _shared(leaf: Leaf, mesh: Mesh) -> dict[str, str]:
     # Rounded up: rows that don't come out even are padded or refused later, alike in processes with the same rows.
     sizes = [-(-size // len(held)) for size, held in zip(value.shape, grid, strict=True)]
     value = value.astype(dtype_of(value), copy=False)
-    return {str(block): digest(value[parts.inside(block, grid, sizes)]) for block in among}
+    return {str(block): digest_of_array(value[parts.inside(block, grid, sizes)])[:32] for block in among}

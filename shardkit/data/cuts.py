@@ -7,7 +7,7 @@ import functools
 from jax.sharding import Mesh
 
 from shardkit.data import parts
-from shardkit.data.telling import short_digest
+from shardkit.hosts.digests import digest_of_text
 from shardkit.placements import Layout
 
 # Layouts of different ranks may be equal, so the rank is always part of the key.
@@ -37,7 +37,7 @@ def owners_of(mesh: Mesh) -> tuple[int, ...]:
 @functools.lru_cache(64)
 def mesh_text(mesh: Mesh) -> str:
     """A mesh, as processes tell it each other."""
-    devices = short_digest(str([d.id for d in mesh.devices.flat]))
+    devices = digest_of_text(str([d.id for d in mesh.devices.flat]))[:16]
     return f"{dict(mesh.shape)}, axis types {[t.name for t in mesh.axis_types]}, device order {devices}"
 
 

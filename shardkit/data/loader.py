@@ -18,8 +18,9 @@ from shardkit.data.order import Order
 from shardkit.data.prefetch import Ahead, Shelf
 from shardkit.data.records import Columns, Items, Records
 from shardkit.data.settling import same_facts
-from shardkit.data.telling import short_digest, tell
+from shardkit.data.telling import tell
 from shardkit.hosts import progress
+from shardkit.hosts.digests import digest_of_text
 
 WHAT = "shard_dataloader"
 
@@ -208,7 +209,7 @@ class DataLoader:
 
         def words(_: Any) -> dict[str, Any]:
             short = {k: v for k, v in state.items() if k != "states"}
-            return {"facts": {**short, "states": short_digest(repr(state.get("states")))}}
+            return {"facts": {**short, "states": digest_of_text(repr(state.get("states")))[:16]}}
 
         place, everyone = tell(f"{self._channel} set_state", read, words, check=self._source.check)
         if everyone is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from shardkit.hosts import MissingProcessError, ProcessMismatchError, exchange
 
@@ -75,13 +73,3 @@ def refuse_failed(everyone: Sequence[Mapping[str, Any]], what: str) -> None:
     failed = [f"  process {p}: {said['error']}" for p, said in enumerate(everyone) if "error" in said]
     if failed:
         raise ProcessMismatchError(f"{what}: not every process could go on:\n" + "\n".join(failed))
-
-
-def digest(value: np.ndarray) -> str:
-    """Equal for equal bytes only, whatever the strides."""
-    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).hexdigest()[:32]
-
-
-def short_digest(text: str) -> str:
-    """Of something too long to be told."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardkit.hosts.agreeing import ProcessMismatchError, exchange
+from shardkit.hosts.digests import digest_of_text
 from shardkit.hosts.leaves import array_of, describe, leaves
 from shardkit.hosts.words import processes
 from shardkit.meshes import no_ambient_mesh
@@ -151,7 +152,7 @@ def _words(who: Any) -> str:
 
 
 def _digest(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:32]
+    return digest_of_text(json.dumps(list(facts.items())))[:32]
 
 
 def _bytes(value: Any) -> str:
