@@ -34,6 +34,8 @@ from train_charlm import Gpt, make_loss, make_step, place, read_corpus, read_doc
 import shardkit as sk
 
 LAYERS, HEADS = 2, 4
+# A signal takes up to a second to be heard by all processes, in which a small job does hundreds of steps.
+PAUSE = 4.0
 
 
 class Windows:
@@ -83,6 +85,8 @@ def train(arguments: argparse.Namespace) -> list[float]:
             trained = time.perf_counter()
             checkpoints.save(state, number)
             log.write(number, losses[-1], trained - began, time.perf_counter() - trained)
+            if number == arguments.pause:
+                time.sleep(PAUSE)
             if checkpoints.preempted:
                 say(f"asked to end: saved after step {number}")
                 break
@@ -135,19 +139,18 @@ def tell(arguments: argparse.Namespace, console: Console) -> float:
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")]
     with Progress(*columns, console=console) as progress:
 
-        def start(what: str, folder: Path, processes: int, mesh: str) -> Run:
+        def start(what: str, folder: Path, processes: int, mesh: str, pause: int = 0) -> Run:
             task = progress.add_task(what, total=steps, state="starting")
 
             def show(step: int, words: str) -> None:
                 progress.update(task, completed=step, state=words)
 
-            return Run(arguments, folder, processes, mesh, show)
+            return Run(arguments, {"checkpoints": folder, "mesh": mesh, "pause": pause}, processes, show)
 
         start("1 process, never interrupted", alone, 1, "dp=4,tp=2").finish()
-        first = start("2 processes, one is killed", moved, 2, "dp=4,tp=2")
-        first.kill_at(steps // 3)
-        second = start("2 processes again, asked to end", moved, 2, "dp=4,tp=2")
-        second.end_at(2 * steps // 3)
+        third = steps // 3
+        start("2 processes, one is killed", moved, 2, "dp=4,tp=2", pause=third).kill_at(third)
+        start("2 processes again, asked to end", moved, 2, "dp=4,tp=2", pause=2 * third).end_at(2 * third)
         start("4 processes, another mesh", moved, 4, "dp=8,tp=1").finish()
     return report(arguments, console, read_log(alone / "losses.csv"), read_log(moved / "losses.csv"))
 
@@ -155,11 +158,9 @@ def tell(arguments: argparse.Namespace, console: Console) -> float:
 class Run:
     """One start of the job under ``shardkit.launch``."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, processes: int, mesh: str, show: Callable):
-        options = {"mesh": mesh, "checkpoints": folder}
-        options |= {
-            name: getattr(arguments, name) for name in ("steps", "batch", "context", "features", "every", "seed")
-        }
+    def __init__(self, arguments: argparse.Namespace, own: dict[str, Any], processes: int, show: Callable):
+        alike = ("steps", "batch", "context", "features", "every", "seed")
+        options = own | {name: getattr(arguments, name) for name in alike}
         launch = ["-m", "shardkit.launch", "-n", processes, "--devices-per-process", 8 // processes]
         job = [__file__, "run", *(part for name, value in options.items() for part in (f"--{name}", value))]
         self.said: list[str] = []
@@ -260,6 +261,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="characters a window (default: %(default)s)")
     parser.add_argument("--features", type=int, default=128, help="of the model (default: %(default)s)")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument("--pause", type=int, default=0, help="a step after which a run waits for the story's signal")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--checkpoints", type=Path, default=Path("multihost"), help="a folder, of a run")
     parser.add_argument("--out", type=Path, default=Path("multihost"), help="a folder, of the story")
