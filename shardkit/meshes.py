@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
@@ -174,6 +175,7 @@ def manual_axes() -> frozenset[str]:
     return frozenset(() if abstract.empty else abstract.manual_axes)
 
 
+@functools.lru_cache(256)
 def holds_arrays(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices are real: of a mesh that is only described (``sk.target_mesh``, abstract) they aren't."""
     if not isinstance(mesh, Mesh):
@@ -183,6 +185,19 @@ def holds_arrays(mesh: Mesh | AbstractMesh) -> bool:
         return device in jax.devices(device.platform)
     except RuntimeError:  # no such platform here
         return False
+
+
+def check_holds_arrays(mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Refuses values for devices that are only described.
+
+    Raises:
+      ValueError: what to give instead.
+    """
+    if isinstance(mesh, Mesh) and not holds_arrays(mesh):
+        raise ValueError(
+            f"{what}: the devices of mesh {dict(mesh.shape)} are only described (sk.target_mesh) and hold no values; "
+            "give shapes, jax.ShapeDtypeStruct(shape, dtype), which come back with their shardings"
+        )
 
 
 def mesh_of(x: Any) -> Mesh | AbstractMesh | None:

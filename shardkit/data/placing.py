@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardkit.data import parts
 from shardkit.data.cuts import cut_of, owners_of
-from shardkit.meshes import no_ambient_mesh
+from shardkit.meshes import check_holds_arrays, no_ambient_mesh
 from shardkit.placements import Layout
 
 BlockOf = Callable[[parts.Block], np.ndarray]
@@ -29,6 +29,7 @@ def put(arrays: Sequence[tuple[Layout, tuple[int, ...], BlockOf]]) -> list[jax.A
     counts = []
     for layout, _, block_of in arrays:
         mesh: Any = layout.mesh
+        check_holds_arrays(mesh, "shard_batch")
         mine = _mine(mesh)
         blocks = cut_of(layout).blocks
         made = {block: block_of(block) for block in dict.fromkeys(blocks[p] for p in mine)}

@@ -63,6 +63,9 @@ class Collective:
     source: str
     name: str
 
+    def __repr__(self) -> str:
+        return f"<{self}>"  # groups of a pod's devices would fill pages
+
     def __str__(self) -> str:
         place = f" at {self.source}" if self.source else ""
         return (
@@ -178,9 +181,8 @@ class CollectiveReport:
             raise ValueError(f"axis {unknown[0]!r} is not in the mesh; its axes are {_mesh_text(self.mesh_axes)}")
 
     def _table(self) -> Table:
-        mesh = "" if self.mesh_axes is None else f" on mesh ({_mesh_text(self.mesh_axes)})"
         if not self.entries:
-            return Table(f"No collectives{mesh}: every device works alone.")
+            return Table(f"No collectives{self._place()}: every device works alone.")
         groups: dict[tuple[str, ...], list[Collective]] = {}
         for entry in self.entries:
             key = (
@@ -203,14 +205,22 @@ class CollectiveReport:
         if any(entry.axes is None for entry in self.entries):
             why = "no mesh is known; pass mesh=" if self.mesh_axes is None else "the groups fit no set of axes"
             notes.append(f"axes ?: {why}.")
-        plural = "" if len(self) == 1 else "s"
         return Table(
-            f"{len(self)} collective{plural}{mesh}",
+            self._headline(),
             ("kind", "axes", "count", "result", "bytes/device", "in loop", "source"),
             rows,
             frozenset({"count", "bytes/device"}),
             notes,
         )
+
+    def _place(self) -> str:
+        return "" if self.mesh_axes is None else f" on mesh ({_mesh_text(self.mesh_axes)})"
+
+    def _headline(self) -> str:
+        return f"{len(self)} collective{'' if len(self) == 1 else 's'}{self._place()}"
+
+    def __repr__(self) -> str:
+        return f"<{self._headline()}, {format_bytes(self.bytes())} a device; print() shows them>"
 
     def __str__(self) -> str:
         return self._table().to_text()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from shardkit.arrays import PartialArray, is_unreduced, is_whole
+from shardkit.optim.described import cast
 from shardkit.optim.norms import all_finite
 
 
@@ -159,7 +160,7 @@ def _widen(tree: Any) -> Any:
     def widen(x: Any) -> Any:
         dtype = jnp.result_type(x)
         short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        return x.astype(jnp.float32) if short else x
+        return cast(x, jnp.float32) if short else x
 
     return jax.tree.map(widen, tree)
 

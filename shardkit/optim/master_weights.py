@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardkit.optim.described import cast, is_described
+
 
 class MasterWeightsState(NamedTuple):
     """State of ``master_weights``.
@@ -56,9 +58,9 @@ def master_weights(tx: optax.GradientTransformation, dtype: Any = jnp.float32) -
 
     def long(tree: Any) -> Any:
         def one(x: Any) -> Any:
-            x = jnp.asarray(x)
+            x = x if is_described(x) else jnp.asarray(x)
             wider = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(dtype).bits > jnp.finfo(x.dtype).bits
-            return x.astype(dtype) if wider else x
+            return cast(x, dtype) if wider else x
 
         return jax.tree.map(one, tree)
 

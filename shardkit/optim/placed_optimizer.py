@@ -10,10 +10,12 @@ import optax
 
 from shardkit.arrays.placing import constrain
 from shardkit.meshes import or_stand_in
+from shardkit.optim.described import any_described, is_described
 from shardkit.optim.homes import check_match, homes_of, labelled, places_beside
 from shardkit.optim.reduce import reduce_gradients
 from shardkit.optim.stored import is_leaf
 from shardkit.placements import AnyMesh
+from shardkit.reshard import reshard
 from shardkit.static import Static
 
 
@@ -50,13 +52,18 @@ def placed_optimizer(
         def one(path: Any, x: Any) -> Any:
             if not hasattr(x, "ndim") or jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 return x
-            return constrain(x, here, place(path, x).spec_for(x.ndim))
+            spec = place(path, x).spec_for(x.ndim)
+            return reshard(x, spec, here) if is_described(x) else constrain(x, here, spec)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def init(params: Any) -> PlacedState:
         homes = homes_of(params, mesh, None)
-        return PlacedState(jax.jit(lambda p: placed(within.init(p), homes))(params), Static(homes))
+        if any_described(params):
+            inner = placed(jax.eval_shape(within.init, params), homes)
+        else:
+            inner = jax.jit(lambda p: placed(within.init(p), homes))(params)
+        return PlacedState(inner, Static(homes))
 
     def update(grads: Any, state: PlacedState, params: Any = None, **extra: Any) -> tuple[Any, PlacedState]:
         homes = state.homes.value

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from shardkit.arrays import PartialArray, is_whole
 from shardkit.meshes import ambient_mesh, concrete_mesh, mesh_of, or_stand_in
+from shardkit.optim.described import any_described, is_described
 from shardkit.optim.gather import gather_together
 from shardkit.optim.homes import Home, check_match, homes_of, labelled, named_path, places_beside
 from shardkit.optim.reduce import reduce_to
@@ -69,6 +71,8 @@ def shard_optimizer(
 
     Returns:
       A transformation whose ``init`` builds state sharded, and whose ``update`` takes Partial or reduced gradients.
+      Of parameters that are only described (``jax.ShapeDtypeStruct`` with shardings, on ``sk.target_mesh`` or any other
+      mesh) ``init`` describes the state; ``jax.eval_shape(tx.init, params)`` would lose the shardings.
 
     Raises:
       ValueError: unknown ``fuse``, an axis that the mesh doesn't have, no mesh, gradients that don't match the
@@ -107,19 +111,20 @@ def shard_optimizer(
         where = place(params)
         homes = homes_of(params, where, param_placements)
 
-        @jax.jit  # so that nothing is ever whole on one device
-        def build(params: Any) -> Any:
-            state = tx.init(_seen(params))
-            if any(isinstance(x, optax.LookaheadState) for x in jax.tree.leaves(state, is_leaf=_is_lookahead)):
-                raise TypeError(
-                    "shard_optimizer: optax.lookahead has two sets of parameters, and gradients of one of them; it "
-                    "can't be sharded"
-                )
+        rows: list[tuple[int, tuple[int, ...]]] = []
+
+        def fresh(params: Any) -> Any:
+            return _not_lookahead(tx.init(_seen(params)))
+
+        def kept(state: Any) -> Any:
             inner, rows[:] = _kept(state, homes, axis, where)
             return inner
 
-        rows: list[tuple[int, tuple[int, ...]]] = []
-        return ShardedState(build(params), Static(homes), Static(tuple(rows)))
+        if any_described(params):
+            inner = kept(jax.eval_shape(fresh, params))
+        else:  # in one program, so that nothing is ever whole on one device
+            inner = jax.jit(lambda params: kept(fresh(params)))(params)
+        return ShardedState(inner, Static(homes), Static(tuple(rows)))
 
     def update(grads: Any, state: ShardedState, params: Any = None, **extra: Any) -> tuple[Any, ShardedState]:
         where = place(grads if params is None else params)
@@ -165,6 +170,15 @@ def shard_optimizer(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
+def _not_lookahead(state: Any) -> Any:
+    if any(isinstance(x, optax.LookaheadState) for x in jax.tree.leaves(state, is_leaf=_is_lookahead)):
+        raise TypeError(
+            "shard_optimizer: optax.lookahead has two sets of parameters, and gradients of one of them; it can't be "
+            "sharded"
+        )
+    return state
+
+
 def _is_lookahead(x: Any) -> bool:
     return isinstance(x, optax.LookaheadState)
 
@@ -186,8 +200,9 @@ def _kept(state: Any, homes: tuple[Home, ...], axis: str, mesh: AnyMesh) -> tupl
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     done, rows = [], []
     for number, (path, x) in enumerate(leaves):
-        if hasattr(x, "shape") and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            x = store(x, place(path, x), axis)
+        if hasattr(x, "shape"):
+            key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            x = store(x, place(path, x), axis) if not key else reshard(x, {}, mesh) if is_described(x) else x
         if isinstance(x, FlatShard):
             rows.append((number, x.shape))
             x = x.flat
@@ -226,10 +241,17 @@ def _updated(
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, arrays))
     shapes = jax.eval_shape(run, *described)
     specs = jax.tree_util.tree_map_with_path(lambda path, x: place(path, x).spec_for(x.ndim), shapes)
-    # Eagerly, too, there must be an ambient mesh.
-    here = jax.set_mesh(mesh) if ambient_mesh() is None and isinstance(mesh, Mesh) else contextlib.nullcontext()
-    with here:
+    with _ambient(mesh, traced=any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))):
         return jax.sharding.auto_axes(run, out_sharding=specs)(arguments, arrays)  # type: ignore[call-arg]
+
+
+def _ambient(mesh: AnyMesh, traced: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ``auto_axes`` finds the mesh, eagerly too."""
+    if ambient_mesh() is not None:
+        return contextlib.nullcontext()
+    if traced:
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 def _checked(updates: Any, homes: tuple[Home, ...]) -> tuple[list[Any], Any]:

@@ -24,7 +24,8 @@ def shard_params(params: Any, axis: str, mesh: AnyMesh | None = None, *, first_d
     ``sk.value_and_grad`` gathers such parameters where they are used, ``sk.shard_optimizer`` updates them as they are.
 
     Args:
-      params: a tree of arrays. Leaves that aren't floating point are left alone.
+      params: a tree of arrays, or of ``jax.ShapeDtypeStruct``, which stay such. Leaves that aren't floating
+        point are left alone.
       axis: the mesh axis.
       mesh: else that of the parameters, or the ambient one.
       first_dim: dims before it are never cut: 1 for layers stacked along dim 0 for ``lax.scan``.

@@ -12,7 +12,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage1:
-    """Optimizer state is sharded over ``axis``; gradients and parameters live as they did.
+    """Stage 1 for ``sk.shard_optimizer``: optimizer state is sharded; gradients and parameters live as they did.
+
+    Args:
+      axis: the mesh axis over which state is cut, that of the batch. State is cut over what other axes are left, too,
+        where they divide it: each device then keeps still less.
 
     Example:
       >>> import shardkit as sk
@@ -25,7 +29,10 @@ class ShardingStage1:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage2(ShardingStage1):
-    """And gradients, once reduced, exist only scattered.
+    """Stage 2 for ``sk.shard_optimizer``: optimizer state is sharded, and gradients, once reduced, exist only so.
+
+    Args:
+      axis: the mesh axis over which they are cut, as for ``sk.ShardingStage1``.
 
     Example:
       >>> import shardkit as sk
@@ -36,7 +43,12 @@ class ShardingStage2(ShardingStage1):
 
 @dataclasses.dataclass(frozen=True)
 class ShardingStage3(ShardingStage2):
-    """And parameters are sharded between steps, as their own placements say; they're gathered where they are used.
+    """Stage 3 for ``sk.shard_optimizer``: optimizer state, gradients and parameters are sharded between steps.
+
+    Parameters are, as ``sk.shard_params`` or a ``FullyShard`` plan leaves them, and are gathered where they are used.
+
+    Args:
+      axis: the mesh axis over which they are cut, as for ``sk.ShardingStage1``.
 
     Example:
       >>> import shardkit as sk

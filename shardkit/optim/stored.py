@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardkit.arrays import is_whole
+from shardkit.optim.described import is_described
 from shardkit.placements import AnyMesh, Layout, Shard, layout_of
 from shardkit.reshard import reshard
 
@@ -39,21 +40,23 @@ def is_leaf(x: Any) -> bool:
 
 def store(x: Any, layout: Layout, axis: str) -> Any:
     """The leaf as it's kept: at its layout; flat where that doesn't cut it over ``axis``, unless it's too small."""
-    mesh = layout.mesh
-    parts = mesh.shape[axis]
-    if axis in layout.shard_axes or math.prod(x.shape) < parts or parts == 1:
-        return reshard(x, layout.spec_for(len(x.shape)), mesh)
-    flat = jnp.ravel(x)
-    padded = -(-flat.size // parts) * parts
-    flat = jnp.pad(flat, (0, padded - flat.size))
-    return FlatShard(reshard(flat, {axis: Shard(0)}, mesh), tuple(x.shape), axis)
+    mesh, shape = layout.mesh, tuple(x.shape)
+    parts, size = mesh.shape[axis], math.prod(shape)
+    if axis in layout.shard_axes or size < parts or parts == 1:
+        return reshard(x, layout.spec_for(len(shape)), mesh)
+    padded = -(-size // parts) * parts
+    row = x.update(shape=(padded,), sharding=None) if is_described(x) else jnp.pad(jnp.ravel(x), (0, padded - size))
+    return FlatShard(reshard(row, {axis: Shard(0)}, mesh), shape, axis)
 
 
 def load(x: Any) -> Any:
     """The leaf as an optimizer or a model sees it."""
     if not isinstance(x, FlatShard):
         return x
-    flat, where = x.flat, jax.typeof(x.flat).sharding
+    flat = x.flat
+    if is_described(flat):
+        return reshard(flat.update(shape=x.shape, sharding=None), {}, flat.sharding.mesh)
+    where = jax.typeof(flat).sharding
     if AxisType.Explicit in where.mesh.axis_types:  # types can't say that a size doesn't divide
         flat = jax.sharding.reshard(flat, NamedSharding(where.mesh, PartitionSpec(None)))
     return flat[: math.prod(x.shape)].reshape(x.shape)

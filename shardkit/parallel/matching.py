@@ -88,7 +88,8 @@ def read_plans(plans: Any, mesh: AnyMesh) -> dict[PathPattern, tuple[LayerPlan, 
             absent = [a for a in item.mesh_axes if a not in mesh.axis_names]
             if absent:
                 raise ValueError(
-                    f"the plan for {key!r} uses mesh axes {absent}, but the mesh has {tuple(mesh.axis_names)}"
+                    f"the plan for {key!r} uses mesh axes {absent}, but the mesh has {tuple(mesh.axis_names)}; name "
+                    "one of these in the plan, or make a mesh that has the plan's: sk.make_mesh({'dp': 2, 'tp': 4})"
                 )
         found[key] = items
     return found

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit.arrays.placing import constrain
-from shardkit.meshes import concrete_mesh, resolve_mesh
+from shardkit.meshes import check_holds_arrays, concrete_mesh, resolve_mesh
 from shardkit.parallel.paths import PathPattern, join_path, matches, nearest
 from shardkit.placements import Layout, Placements
 
@@ -94,4 +94,5 @@ def _placed(x: Any, path: str, placements: Placements, mesh: Mesh | AbstractMesh
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding)
     if isinstance(x, Tracer):
         return constrain(x, mesh, layout.spec_for(x.ndim))
+    check_holds_arrays(mesh, "parallelize_params")
     return jax.device_put(x, layout.sharding)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arrays import Padded, pad_to
 from shardkit.arrays.placing import constrain
-from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.meshes import check_holds_arrays, concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import Layout, Placements
 
 
@@ -26,7 +26,8 @@ def shard_tensor(
     """Place an array on a mesh.
 
     Args:
-      x: an array (NumPy or JAX, or a tracer inside jit). A ``Padded`` is placed by its logical value.
+      x: an array (NumPy or JAX, or a tracer inside jit). A ``Padded`` is placed by its logical value. A
+        ``jax.ShapeDtypeStruct`` stays one, with its sharding: so arrays are described on ``sk.target_mesh``.
       placements: any form that ``sk.Layout`` takes.
       mesh: else the mesh of a ``Layout``/``NamedSharding``, of ``x``, or the ambient one.
       uneven: what to do with a dim its mesh axes don't divide: "error", or "pad" to get an
@@ -38,7 +39,7 @@ def shard_tensor(
     Raises:
       ValueError: sizes that don't divide (names the dim, the sizes and ``uneven="pad"``), dim out of
         range, unknown axis, a Partial placement (a whole value holds no contributions), an axis that is
-        manual here.
+        manual here, values for a mesh that is only described.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -71,7 +72,11 @@ def shard_tensor(
     layout.local_shape(shape, uneven=uneven)  # refuses what doesn't divide
     spec = layout.spec_for(len(shape))
     padded = layout.padded_shape(shape)
-    if isinstance(where, Mesh) and not isinstance(x, Tracer):
+    array: Any
+    if isinstance(x, jax.ShapeDtypeStruct):
+        array = x.update(shape=padded, sharding=NamedSharding(where, spec))
+    elif isinstance(where, Mesh) and not isinstance(x, Tracer):
+        check_holds_arrays(where, "shard_tensor")
         sharding = NamedSharding(where, spec)
         if isinstance(x, np.ndarray) and shape != padded:
             # From the host each device is sent its own block only.

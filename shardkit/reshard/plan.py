@@ -56,19 +56,24 @@ class ReshardPlan:
         """The kinds of collective that the compiled program has, in order."""
         return tuple(step.collective for step in self.steps if step.collective)
 
+    def __repr__(self) -> str:
+        return f"<{self._headline()}; print() shows the steps>"
+
     def __str__(self) -> str:
+        lines = [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)] or ["  nothing to do"]
+        return "\n".join([self._headline(), *lines])
+
+    def _headline(self) -> str:
         name = f"{jnp.dtype(self.dtype).name}[{','.join(map(str, self.shape))}]"
         where = f"mesh {dict(self.source.mesh.shape)}"
         if not same_place(self.source.mesh, self.destination.mesh):
             where += f" to mesh {dict(self.destination.mesh.shape)}"
             where += "" if same_order(self.source.mesh, self.destination.mesh) else " of other devices"
         count = len(self.collectives)
-        head = (
+        return (
             f"{name} on {where}: {self.bytes_per_device:,} bytes a device in {count} "
             f"collective{'' if count == 1 else 's'}"
         )
-        lines = [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)] or ["  nothing to do"]
-        return "\n".join([head, *lines])
 
 
 def plan_reshard(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from shardkit import scopes
 from shardkit.arrays import Padded, PartialArray, from_unreduced, is_unreduced
 from shardkit.arrays.placing import describe, misplaced
-from shardkit.meshes import concrete_mesh, manual_axes, mesh_of, resolve_mesh
+from shardkit.meshes import check_holds_arrays, concrete_mesh, manual_axes, mesh_of, resolve_mesh
 from shardkit.placements import AnyMesh, Layout, Partial, Placement, Placements, Replicate, layout_of
 from shardkit.reshard.crossing import crossing
 from shardkit.reshard.one_mesh import on_one_mesh
@@ -35,7 +35,7 @@ def reshard(
 
     Args:
       x: a ``jax.Array`` (also one of JAX's ``unreduced``), ``Padded`` or ``PartialArray``; an array that is on no mesh
-        yet is placed.
+        yet is placed. Of a ``jax.ShapeDtypeStruct`` the result is one, at its new place.
       placements: where it shall be, in any form. With Partial among them the result is a ``PartialArray``, whose
         contributions reduce to the value: for "sum", "max", "min", "prod", "any", "all" one device holds each element
         and the others what changes nothing (0, -inf, inf, 1, False, True), for "mean" all hold it.
@@ -70,8 +70,11 @@ def reshard(
     where = concrete_mesh(resolve_mesh(mesh, x, what="reshard"))
     goal = Layout(where, placements).resolved(len(x.shape))
     goal.reduce  # noqa: B018  # two kinds are refused before anything else is
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return shard_tensor(x, goal)  # keys of random numbers, which only JAX can take apart
+    # Keys of random numbers only JAX can take apart, and what's only described needn't be moved.
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or isinstance(x, jax.ShapeDtypeStruct):
+        return shard_tensor(x, goal)
+    if not isinstance(x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x, Tracer):
+        check_holds_arrays(where, "reshard")
     if manual_axes():
         return _within(x, src, goal)
     return _anywhere(x, _source(x, src), goal)

@@ -17,7 +17,7 @@ from shardkit.inspect.explaining.leaf import Leaf
 from shardkit.inspect.explaining.purposes import PURPOSES, UNEXPLAINED
 from shardkit.inspect.memory import MemoryReport
 from shardkit.inspect.report import CollectiveReport
-from shardkit.inspect.tables import Table
+from shardkit.inspect.tables import Table, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,13 @@ class Explanation:
             "notes": list(self.notes),
             "refusal": self.refusal,
         }
+
+    def __repr__(self) -> str:
+        count = len(self.collectives)
+        return (
+            f"<{self._headline()}: {count} collective{'' if count == 1 else 's'}, "
+            f"{format_bytes(self.bytes_per_device)} a device; print() shows the page>"
+        )
 
     def __str__(self) -> str:
         return "\n\n".join([self._headline(), *(table.to_text() for table in self._tables())])

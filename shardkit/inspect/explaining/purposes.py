@@ -175,7 +175,7 @@ def _main(parts: Sequence[tuple[int, Reason]]) -> Reason:
     main = max(weights, key=lambda p: weights[p])
     words = list(dict.fromkeys(part.what for _, part in parts if part.purpose == main))
     others = [p for p in weights if p != main]
-    more = f" and {len(words) - 1} more" if len(words) > 1 else ""
+    more = f", and {len(words) - 1} more" if len(words) > 1 else ""
     return Reason(main, words[0] + more + (f" (with it: {', '.join(others)})" if others else ""))
 
 
@@ -300,7 +300,7 @@ def _gradient(collective: Collective, name: str, elements: Sequence[int], facts:
     if not found:
         return None
     first, *others = found
-    return Reason(GRADIENT, f"as large as {first.name}" + (f" and {len(others)} more" if others else ""))
+    return Reason(GRADIENT, f"as large as {first.name}" + (f" (or {len(others)} other)" if others else ""))
 
 
 def _parameter(collective: Collective, name: str, elements: Sequence[int], facts: Facts) -> Reason | None:

@@ -74,12 +74,17 @@ class RegionProgram:
         """Values whose margins are fetched in a forward pass, by plan or by an operation itself; loops counted once."""
         return sum(line.kind == OWN or any(m != NONE for m in line.fetched.values()) for line in self.lines)
 
+    def __repr__(self) -> str:
+        return f"<{self._headline()}>"
+
     def __str__(self) -> str:
+        return "\n".join([self._headline(), *(f"  {line}" for line in self.lines)])
+
+    def _headline(self) -> str:
         axes = ", ".join(f"{a}={n}" for a, n in self.axes.items())
         every = "every window" if self.every == 1 else f"every {self.every} windows"
         left = f"; {len(self.left)} left the layout" if self.left else ""
-        head = f"region over {axes}: margins exchanged for {every}, {self.exchanges} exchanges{left}"
-        return "\n".join([head, *(f"  {line}" for line in self.lines)])
+        return f"region over {axes}: margins exchanged for {every}, {self.exchanges} exchanges{left}"
 
     def _repr_html_(self) -> str:
         rows = []
