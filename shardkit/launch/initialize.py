@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from shardkit.hosts.watching import DEAD_TIMEOUT, STUCK_TIMEOUT, watch
-from shardkit.launch import environment, meeting, ports
+from shardkit.launch import calling, environment, meeting, ports
 from shardkit.launch.leaving import leave_on_failure
 
 _log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def initialize(
       1
     """
     environ = os.environ
+    calling.called(environ)
     told = environment.told(environ)
     address, count, number = _who(coordinator_address, num_processes, process_id, told, environ)
     if jax.distributed.is_initialized():

@@ -36,6 +36,7 @@ class Result:
       processes: in their order.
       first_failure: the one that failed first, after which the others were stopped. None if none did.
       signal: the one that was forwarded to them. None if none was.
+      called: whether any of them called ``sk.initialize()``; where none has, each ran for itself.
 
     Example:
       >>> import sys
@@ -43,11 +44,14 @@ class Result:
       >>> result = run([sys.executable, "-c", "print('here')"], processes=2, capture=True)
       >>> result.status, result.first_failure, [ended.stdout for ended in result.processes]
       (0, None, ['here\\n', 'here\\n'])
+      >>> result.called
+      False
     """
 
     processes: tuple[Ended, ...]
     first_failure: int | None = None
     signal: int | None = None
+    called: bool = True
 
     @property
     def status(self) -> int:
@@ -67,6 +71,17 @@ class Result:
         if self.status:
             raise ProcessFailedError(f"{self.summary()}\n{self.written()}".rstrip(), self)
         return self
+
+    @property
+    def warning(self) -> str | None:
+        """One line: that several ended well which were never one program. None if nothing of the kind was seen."""
+        count = len(self.processes)
+        if self.status or self.called or count == 1:
+            return None
+        return (
+            f"none of the {count} processes called sk.initialize(), so that each ran all of the program for itself "
+            "(unless they were connected in another way): call it first in the script, or start one process"
+        )
 
     def summary(self) -> str:
         """One line: who failed, or that none did."""

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 from shardkit.hosts.watching import STATUS
-from shardkit.launch import environment, ports
+from shardkit.launch import calling, environment, ports
 from shardkit.launch.children import Children
 from shardkit.launch.results import Result, RunTimeoutError, describe
 
@@ -80,8 +80,9 @@ def run(
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(ports.reserve(port))
         address = f"{ports.LOOPBACK}:{held.getsockname()[1]}"
+        uncalled = stack.enter_context(calling.expected())
         environments = [
-            environ(environment.Told(address, processes, process, devices_per_process), env)
+            environ(environment.Told(address, processes, process, devices_per_process), env, uncalled)
             for process in range(processes)
         ]
         # Before the first process: a signal that comes as they start must not leave them behind.
@@ -90,7 +91,7 @@ def run(
         first, forwarded = _attend(children, signals, until, grace)
         children.drain()
         late = forwarded is None and first is None and bool(children.running)
-        result = Result(children.ended(), first, forwarded)
+        result = Result(children.ended(), first, forwarded, calling.was_called(uncalled))
     if late:
         ran = ", ".join(
             describe(ended).removesuffix(" still ran") for ended in result.processes if ended.status is None
@@ -100,13 +101,18 @@ def run(
     return result
 
 
-def environ(told: environment.Told, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The environment of one process: that of this one, with who it is, and the changes.
+def environ(
+    told: environment.Told, changes: Mapping[str, str | None] | None = None, uncalled: str | None = None
+) -> dict[str, str]:
+    """The environment of one process: that of this one, with who it is, the file of its run, and the changes.
 
     Simulated devices: scripts that look at devices before `initialize` get them, too.
     """
     found = dict(os.environ)
     found.pop(environment.DEVICES, None)
+    found.pop(environment.UNCALLED, None)  # of a launcher around this one
+    if uncalled is not None:
+        found[environment.UNCALLED] = uncalled
     if told.devices is not None:
         found.setdefault("JAX_PLATFORMS", "cpu")
         found["JAX_NUM_CPU_DEVICES"] = str(told.devices)

@@ -2,8 +2,8 @@
 
 Each operation takes the cheapest of its strategies, given where its operands are and what the choice will cost later: a
 result left Partial must be reduced one day, one that a user has fixed must get there. A pass knows what its users want
-from the pass before (the first only from what the user fixed), and the cheapest pass is kept. So the time is
-linear in the number of operations.
+from the pass before (the first only from what the user fixed), and the cheapest pass is kept, of at most twice
+``PASSES``. So the time is linear in the number of operations.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def arrange(
     setting: Setting,
     captured: Sequence[Placed] | None = None,
     hints: Sequence[Placed | None] | None = None,
+    starts: Sequence[bool] = (False,),
 ) -> Arrangement:
     """Where every value of a graph is.
 
@@ -45,13 +46,29 @@ def arrange(
       setting: mesh and options.
       captured: where captured arrays are; None: whole on every device.
       hints: where outputs had better leave, of those that needn't.
+      starts: whether what the user fixed is felt up to the next sum only (True), or as far back as it reaches: neither
+        is always the cheaper. Both take twice the time, within loops twice for each.
 
     Raises:
       NotImplementedError: an operation without a rule, where ``setting.unknown`` is "error".
       ValueError: a mark that the mesh doesn't fit.
     """
+    first, *others = [fixed(graph, goals, setting, hints, near) for near in starts]
+    distinct = [first, *(wants for wants in others if wants.wishes != first.wishes)]
+    ways = [_cheapest(graph, inputs, goals, setting, captured, wants) for wants in distinct]
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def _cheapest(
+    graph: Graph,
+    inputs: Sequence[Placed],
+    goals: Sequence[Goal],
+    setting: Setting,
+    captured: Sequence[Placed] | None,
+    wants: Wants,
+) -> tuple[Price, Arrangement]:
+    """The cheapest of some passes, each of which knows what the one before has learned."""
     best: tuple[Price, Arrangement] | None = None
-    wants = fixed(graph, goals, setting, hints)
     for _ in range(PASSES):
         found = _Pass(graph, setting, wants)
         arrangement = found.run(inputs, goals, captured)
@@ -65,7 +82,7 @@ def arrange(
             break
         wants = known
     assert best is not None
-    return best[1]
+    return best
 
 
 class _Pass:

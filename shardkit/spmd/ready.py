@@ -196,7 +196,7 @@ def _arranged(stage: Stage, known: Mapping[int, Layout], goals: Sequence[Any], u
     wanted = [_goal(goals[i], mesh, sizes, v) for i, v in zip(stage.results, graph.outputs, strict=False)]
     wanted += [REDUCED] * (len(graph.outputs) - len(wanted))
     captured = [_captured(v.constant, mesh, sizes) for v in graph.captured]
-    found = arrange(graph, inputs, wanted, Setting(mesh, sizes, unknown, CONTROL), captured)
+    found = arrange(graph, inputs, wanted, Setting(mesh, sizes, unknown, CONTROL), captured, starts=(False, True))
     outputs = [to_layout(p, mesh) for p in found.outputs]
     for at, i in enumerate(stage.results):
         if isinstance(goals[i], Layout):  # what was asked of axes of one device changes nothing but the label

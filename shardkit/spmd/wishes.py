@@ -9,7 +9,7 @@ from shardkit.spmd import moving
 from shardkit.spmd.graph import Graph, Node, Value
 from shardkit.spmd.placed import Placed, even
 from shardkit.spmd.rules import RULES
-from shardkit.spmd.rules.factored import Custom
+from shardkit.spmd.rules.factored import Custom, Factored
 from shardkit.spmd.setting import Goal, Setting, is_mark, is_same, mark_of
 
 
@@ -20,13 +20,17 @@ class Wants:
     Attributes:
       wishes: by number, where they'd like it.
       settled: by number, where it's taken at once, since somebody needs it there.
+      near: wishes end at operations that sum over a dim: what's wished of a sum says little on how to compute it.
     """
 
     wishes: dict[int, Placed] = dataclasses.field(default_factory=dict)
     settled: dict[int, Placed] = dataclasses.field(default_factory=dict)
+    near: bool = False
 
 
-def fixed(graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence[Placed | None] | None) -> Wants:
+def fixed(
+    graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence[Placed | None] | None, near: bool = False
+) -> Wants:
     """What the user fixed, handed back to what it's made of."""
     wishes: dict[int, Placed] = {}
     for value, goal, hint in zip(graph.outputs, goals, hints or [None] * len(goals), strict=True):
@@ -41,18 +45,18 @@ def fixed(graph: Graph, goals: Sequence[Goal], setting: Setting, hints: Sequence
             for source, result in zip(node.inputs, node.outputs, strict=True):
                 if result.number in wishes:
                     wishes.setdefault(source.number, wishes[result.number])
-        hand_back(node, wishes, setting)
-    return Wants(wishes)
+        hand_back(node, wishes, setting, near)
+    return Wants(wishes, near=near)
 
 
-def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
+def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting, near: bool) -> None:
     """A wish for a result as wishes for the operands."""
     wanted = [(i, wishes[v.number]) for i, v in enumerate(node.outputs) if v.number in wishes]
     if not wanted or node.bodies or node.op.name not in RULES:
         return
     rule = setting.rule(node)
     base = rule.base if isinstance(rule, Custom) else rule
-    if base is None:
+    if base is None or (near and _sums(base)):
         return
     i, wish = wanted[0]
     cut = base.cut_of(base.results[i], wish, setting.sizes)
@@ -63,6 +67,13 @@ def hand_back(node: Node, wishes: dict[int, Placed], setting: Setting) -> None:
         placed = base.placed(dims, mine, setting.sizes)
         if mine and placed is not None and value.constant is None and even(value.aval.shape, placed, setting.sizes):
             wishes.setdefault(value.number, placed)
+
+
+def _sums(base: Factored) -> bool:
+    """Whether a dim of its operands isn't there any more in its results."""
+    return not {x for dims in base.operands for letters in dims for x in letters} <= {
+        x for dims in base.results for letters in dims for x in letters
+    }
 
 
 def learned(
@@ -90,13 +101,13 @@ def learned(
             wishes[number] = needs[0]
     if len(wishes) > len(wants.wishes):
         for node in reversed(graph.nodes):
-            hand_back(node, wishes, setting)
+            hand_back(node, wishes, setting, wants.near)
     for number, value in values.items():
         needs = needed.get(number, ())
         whole = {p for p in needs if not p.partial}
         if made[number].partial and whole and len(needs) > 1:
             settled[number] = _best_reduced(value, made[number], whole, wishes.get(number), setting)
-    return Wants(wishes, settled)
+    return Wants(wishes, settled, wants.near)
 
 
 def _best_reduced(value: Value, made: Placed, needs: set[Placed], wish: Placed | None, setting: Setting) -> Placed:
