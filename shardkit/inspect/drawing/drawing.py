@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import html
 from typing import Any
@@ -58,9 +59,15 @@ class Drawing:
         return (
             '<div style="font-size:13px;line-height:1.4">'
             f"<div><b>{html.escape(words.headline(self.subject))}</b></div>{told}"
-            f'<div style="overflow:auto;padding:6px 0">{svg.to_svg(self.subject, heading=False)}</div>'
+            f'<div style="overflow:auto;padding:6px 0">{self._image()}</div>'
             f"{self._receipts()}</div>"
         )
+
+    def _image(self) -> str:
+        # As an image: pages that trust nobody (an untrusted notebook, GitHub) take <svg> out of HTML, and leave these.
+        source = base64.b64encode(svg.to_svg(self.subject, heading=False).encode()).decode()
+        told = html.escape(words.headline(self.subject))
+        return f'<img alt="{told}" style="max-width:none" src="data:image/svg+xml;base64,{source}">'
 
     def _receipts(self) -> str:
         lines = words.receipt_lines(self.subject, _RECEIPTS)

@@ -18,7 +18,7 @@ _WIDE, _HIGH = 1100, 640  # pixels a picture should keep to
 _STRIP, _STACK = 9, 5  # pixels: one run of a halo, one more contribution
 _INK = "#111"
 _FONTS = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-_ALONE = ' color="#777"'  # text on a page that tells no colour: read on white and on black
+_COLOUR = "#777"  # of text: an image knows nothing of the page around it; this is read on white and on black
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def to_svg(subject: Subject, *, heading: bool) -> str:
         picture = dataclasses.replace(picture, width=max(picture.width, max(map(len, told)) * shapes.CHARACTER + 8))
     width, height = shapes.number(picture.width), shapes.number(picture.height + top)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    style = f'font-family="{_FONTS}" font-size="{shapes.FONT}"{_ALONE if heading else ""}'
+    style = f'font-family="{_FONTS}" font-size="{shapes.FONT}" color="{_COLOUR}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {style}>'
         f"<title>{html.escape(words.headline(subject))}</title>"

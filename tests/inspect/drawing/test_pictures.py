@@ -1,5 +1,6 @@
 """The drawing as text, in colour, and as a picture."""
 
+import base64
 import html.parser
 import io
 import re
@@ -84,8 +85,19 @@ def test_html_is_well_formed_and_needs_nothing_from_outside(drawing):
             self.open = []
 
         def handle_starttag(self, tag, attrs):
-            self.open.append(tag)
-            assert not {"src", "href", "id", "onclick"} & {name for name, _ in attrs}
+            given = dict(attrs)
+            source = given.pop("src", None)
+            assert not {"href", "id", "onclick"} & {*given}
+            # Sanitizers take <svg> out of HTML; images that carry their data stay.
+            assert (tag == "img") == (source is not None) and tag != "svg"
+            if source is None:
+                self.open.append(tag)
+                return
+            kind, _, data = source.partition(",")
+            assert kind == "data:image/svg+xml;base64"
+            picture = ElementTree.fromstring(base64.b64decode(data))
+            assert picture.tag == f"{SVG}svg" and picture.get("color") and given["alt"]
+            assert not {"src", "href", "id", "onclick"} & {name for x in picture.iter() for name in x.attrib}
 
         def handle_endtag(self, tag):
             assert self.open.pop() == tag
