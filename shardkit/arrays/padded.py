@@ -168,4 +168,9 @@ def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``x`` with zeros after its end in each dim, up to ``shape``."""
     if tuple(x.shape) == tuple(shape):
         return x
-    return jnp.pad(x, [(0, new - old) for new, old in zip(shape, x.shape, strict=True)])
+    widths = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # keys, as the numbers they're made of
+        data = jax.random.key_data(x)
+        padded = jnp.pad(data, [*widths, *[(0, 0)] * (data.ndim - x.ndim)])
+        return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(x))
+    return jnp.pad(x, widths)

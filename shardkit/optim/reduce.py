@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit import scopes
 from shardkit.arrays import PartialArray, from_unreduced, is_unreduced, is_whole
-from shardkit.meshes import manual_axes, mesh_of
+from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, mesh_of
 from shardkit.optim.buckets import Bucket, pack
 from shardkit.optim.stored import known_layout
 from shardkit.optim.targets import check_axis, check_fuse, target_layout
@@ -56,7 +56,7 @@ def reduce_gradients(
         the compiler to combine; None: what is best on the platform (``shardkit.optim.buckets.best_limit``).
       reduce_dtype: sums of shorter floats are taken in this dtype (float32, say: in float16 a mean may overflow before
         it's divided); None: in their own.
-      mesh: else that of the leaves.
+      mesh: else that of the leaves, or the ambient one.
 
     Returns:
       The tree, of arrays.
@@ -79,9 +79,13 @@ def reduce_gradients(
         )
     leaves, tree = jax.tree.flatten(grads, is_leaf=is_whole)
     leaves = [from_unreduced(x) if is_unreduced(x) else x for x in leaves]
-    where = _one_mesh(leaves, mesh)
+    where = _one_mesh(leaves, mesh) or ambient_mesh()
     if where is None:
-        raise ValueError("reduce_gradients found no mesh on the leaves; give mesh=, or place them first")
+        raise ValueError(
+            "reduce_gradients found no mesh on the leaves; give mesh=, place them first, or call it under "
+            "jax.set_mesh(mesh)"
+        )
+    where = concrete_mesh(where)
     check_axis(axis, where)
     fused = [i for i, x in enumerate(leaves) if isinstance(x, PartialArray) and x.logical_shape is None]
     targets = [

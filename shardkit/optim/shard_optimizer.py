@@ -63,7 +63,7 @@ def shard_optimizer(
       fuse: how Partial gradients are reduced: "reduce_scatter", or "all_reduce" (stage 1 only).
       bucket_bytes: see ``sk.reduce_gradients``.
       gather_dtype: updates travel back in this dtype (bfloat16, say); None: in their own.
-      mesh: else that of the parameters.
+      mesh: else that of the parameters, or the ambient one.
       reduce_dtype: see ``sk.reduce_gradients``.
       param_placements: where the parameters live, in their structure: placements in any form, shardings, or the arrays.
         None: read from those that ``init`` is given, which within ``jit`` works on Explicit axes only (and else takes
@@ -101,9 +101,12 @@ def shard_optimizer(
     def place(tree: Any) -> AnyMesh:
         leaves = jax.tree.leaves(tree, is_leaf=is_whole)
         found = mesh if mesh is not None else next((m for m in map(mesh_of, leaves) if m is not None), None)
-        found = None if found is None else or_stand_in(found)
+        found = ambient_mesh() if found is None else or_stand_in(found)
         if found is None:
-            raise ValueError("shard_optimizer found no mesh on the parameters; give mesh=, or place them first")
+            raise ValueError(
+                "shard_optimizer found no mesh on the parameters; give mesh=, place them first, or call it under "
+                "jax.set_mesh(mesh)"
+            )
         check_axis(axis, found)
         return concrete_mesh(found)
 

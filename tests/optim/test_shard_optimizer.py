@@ -354,3 +354,18 @@ def test_refused(mesh_for):
         tx.update({"v": params["w"]}, state, params)
     with refuses("reduce first: sk.reshard(x, ...)", TypeError):
         jnp.sqrt(sk.reshard(np.ones((8, 8)), [P], mesh))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_the_ambient_mesh_is_used_where_none_is_given(types):
+    """Of parameters that are on no mesh yet, and of gradients to be reduced."""
+    mesh = sk.make_mesh({"dp": 8}, axis_types=types)
+    tx = sk.shard_optimizer(optax.adam(1e-2), sk.ShardingStage2("dp"))
+    params = {"w": jnp.arange(48.0).reshape(8, 6)}
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+        assert sk.placements(state.inner[0].mu["w"]) == (S(0),)
+        updates, _ = jax.jit(tx.update)(params, state, params)
+        assert sk.placements(sk.reduce_gradients(params, axis="dp")["w"]) == (S(0),)
+    expected, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-12)

@@ -236,3 +236,15 @@ def test_inside_a_manual_region(mesh_for, axis_types):
         run(lambda x: sk.shard_tensor(x, {"sp": sk.Shard(1)}))
     with refuses("unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block"):
         run(sk.unshard)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_of_any_number(mesh_for, impl):
+    """Their padding is zeros, which count as little as any other."""
+    mesh = mesh_for({"x": 8})
+    keys = jax.random.split(jax.random.key(0, impl=impl), 10)
+    placed = sk.shard_tensor(keys, {"x": sk.Shard(0)}, mesh, uneven="pad")
+    assert (placed.shape, placed.array.shape, placed.sharding.spec) == ((10,), (16,), jax.P("x"))
+    np.testing.assert_array_equal(jax.random.key_data(sk.unshard(placed)), jax.random.key_data(keys))
+    under_jit = jax.jit(lambda k: sk.shard_tensor(k, {"x": sk.Shard(0)}, mesh, uneven="pad"))(keys)
+    np.testing.assert_array_equal(jax.random.key_data(sk.unshard(under_jit)), jax.random.key_data(keys))
