@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from shardkit.hosts.digests import digest_of_text
 
 FORMAT = 1
 
+_MEET = "the processes of one job must call sk.initialize() first, to write together"
+
 
 def start(
     writer: ocp.AsyncCheckpointer, path: Any, tree: Any, step: int, before: Callable[[Any], None] | None, force: bool
@@ -38,10 +41,13 @@ def start(
     directory = path / str(step)
     is_there = exchange(CHANNEL, directory.exists())[0]
     if is_there and not force:
-        raise CheckpointError(
+        text = (
             f"{path} holds step {step} already; nothing was written. Go on from its newest step, give another folder, "
-            "or write over it (force=True, or overwrite=True of sk.save)"
+            "or write over it: sk.save takes overwrite=True, Checkpointer.save takes force=True"
         )
+        if jax.process_count() == 1:
+            text += f". If another process of this job wrote it: {_MEET}"
+        raise CheckpointError(text)
     with together(f"saving to {directory}"):
         claim(directory, writer)
         slots, leaves = described(tree)
@@ -137,7 +143,24 @@ def told(path: Any, doing: str = "a checkpoint could not be written to") -> Gene
     except (OSError, ValueError, RuntimeError) as error:
         previous = _newest(path)
         rest = f"the newest whole one there is step {previous}" if previous is not None else "there is no whole one yet"
-        raise CheckpointError(f"{doing} {path}: {_words(error)}; {rest}", previous=previous) from error
+        if _is_anothers_doing(error, path):
+            who = f"to which another process writes, too: {_MEET}, and each job needs a folder of its own"
+            text = f"{doing} {path}, {who}; {rest}. What was noticed: {_words(error)}"
+        else:
+            text = f"{doing} {path}: {_words(error)}; {rest}"
+        raise CheckpointError(text, previous=previous) from error
+
+
+def _is_anothers_doing(error: Exception, path: Any) -> bool:
+    """Whether what was there isn't any more, or the reverse, in a folder that is: no job finds that which is alone."""
+    if isinstance(error, OSError):
+        moved = isinstance(error, FileNotFoundError | FileExistsError) or error.errno == errno.ENOTEMPTY
+    else:
+        moved = str(error).startswith(("NOT_FOUND:", "FAILED_PRECONDITION:"))  # of tensorstore
+    try:
+        return moved and path.is_dir()
+    except OSError:
+        return False
 
 
 def _newest(path: Any) -> int | None:
@@ -148,5 +171,5 @@ def _newest(path: Any) -> int | None:
 
 
 def _words(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
+    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0].rstrip(".")
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -140,7 +140,9 @@ def claim(directory: Any, writer: Any) -> None:
       CheckpointError: it's being written by another.
     """
     if _writers.setdefault(os.fspath(directory), writer) is not writer:
-        raise CheckpointError(f"{directory} is being written already, by another sk.Checkpointer or sk.save")
+        raise CheckpointError(
+            f"{directory} is being written already, by another sk.Checkpointer or sk.save of this process"
+        )
 
 
 def release(directory: Any, writer: Any) -> None:

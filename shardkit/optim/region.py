@@ -43,6 +43,7 @@ class Region:
         # Known once the loss has been traced.
         self._kind = "sum"
         self._varies: tuple[str, ...] = ()
+        self._value_dtype: Any = None
         self._aux_tree: Any = None
         self._aux_is_array: list[bool] = []
 
@@ -124,7 +125,9 @@ class Region:
         (grads,) = pull(varying(jnp.ones((), total.dtype), sorted(varying_axes(total))))
         # A loss that the user has summed over an axis doesn't vary along it, and isn't to be summed again.
         self._varies = tuple(n for n in self._names if n in varying_axes(total))
-        total, count = (None if x is None else varying(jnp.asarray(x), self._names) for x in (total, count))
+        total, count = (None if x is None else jnp.asarray(x) for x in (total, count))
+        self._value_dtype = jnp.result_type(*(x.dtype for x in (total, count) if x is not None))
+        total, count = (None if x is None else varying(_wide(x), self._names) for x in (total, count))
         return total, count, grads, aux
 
     def _point(self, block: jax.Array, p: Parameter) -> jax.Array:
@@ -173,8 +176,9 @@ class Region:
     def _aux_over_slices(self, x: Any) -> Any:
         if x.ndim > 1:
             return x.reshape(-1, *x.shape[2:])
-        averaged = self._mean and jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.mean() if averaged else x.sum()
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x.sum()
+        return (_wide(x).mean() if self._mean else _wide(x).sum()).astype(x.dtype)
 
     def _over_devices(self, total: Any, count: Any, grads: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
         """The value of the whole batch, its count, and gradients such that their reduction is its gradient."""
@@ -185,13 +189,14 @@ class Region:
             total = lax.psum(total, names) / copies
             count = None if count is None else lax.psum(count, names) / copies
         if count is not None:
-            return total / count, count, [_divided(g, count) for g in grads]
+            return (total / count).astype(self._value_dtype), count, [_divided(g, count) for g in grads]
         if not self._mean:
-            return total, None, list(grads)
+            return total.astype(self._value_dtype), None, list(grads)
+        value = (total / (parts * self._slices)).astype(self._value_dtype)
         if self._varies == names:
             self._kind = "mean"  # divided after they are summed: no small gradient is lost before
-            return total / (parts * self._slices), None, [_divided(g, self._slices) for g in grads]
-        return total / (parts * self._slices), None, [_divided(g, parts * self._slices) for g in grads]
+            return value, None, [_divided(g, self._slices) for g in grads]
+        return value, None, [_divided(g, parts * self._slices) for g in grads]
 
     def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
         leaves, self._aux_tree = jax.tree.flatten(aux)
@@ -207,8 +212,10 @@ class Region:
             return x
         with scopes.scope(scopes.REDUCTION):
             if self._mean and jnp.issubdtype(x.dtype, jnp.inexact):
-                return lax.pmean(x, varies)
-            return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, varies)
+                return lax.pmean(_wide(x), varies).astype(x.dtype)
+            if x.dtype == jnp.bool_:
+                return lax.psum(x.astype(jnp.int32), varies)
+            return lax.psum(_wide(x), varies).astype(x.dtype)
 
     def _stacked(self, x: Any) -> Any:
         x = varying(x, self._names)
@@ -219,6 +226,12 @@ class Region:
         if self._shared or x.ndim or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return jax.random.fold_in(x, number)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Shorter floats as float32, to be summed. (XLA on CPU stops at sums of bfloat16 beside an Auto axis, too.)"""
+    short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if short else x
 
 
 def _divided(x: jax.Array, by: Any) -> jax.Array:

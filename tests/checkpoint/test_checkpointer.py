@@ -1,8 +1,10 @@
 """The training loop's side: when it saves, what it keeps, how it goes on, and what SIGTERM does."""
 
 import concurrent.futures
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import shardkit as sk
+from shardkit.checkpoint.writing import Handler
 
 
 def run(path, until, *, start_from=None, **options):
@@ -204,6 +207,64 @@ def test_two_of_one_folder_leave_each_other_alone(tmp_path):
         with pytest.raises(sk.CheckpointError, match=r"(is being written|holds step 20) already"):
             other.save(tree, 20)
     assert one.steps() == [*range(2, 10), 20]
+
+
+def test_what_may_be_written_over_says_by_which_argument(tmp_path):
+    text = r"sk\.save takes overwrite=True, Checkpointer\.save takes force=True"
+    sk.save(tmp_path, {"x": 1}, 1)
+    with pytest.raises(sk.CheckpointError, match=text):
+        sk.save(tmp_path, {"x": 2}, 1)
+    with sk.Checkpointer(tmp_path) as checkpoints, pytest.raises(sk.CheckpointError, match=text):
+        checkpoints.save({"x": 2}, 1)
+    sk.save(tmp_path, {"x": 2}, 1, overwrite=True)
+    with sk.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"x": 3}, 1, force=True)
+    assert sk.restore(tmp_path, {"x": 0}) == {"x": 3}
+
+
+def test_a_step_that_another_process_wrote_before(tmp_path):
+    """As processes do that were started together and never connected."""
+    sk.save(tmp_path, {"x": 1}, 1)
+    with pytest.raises(
+        sk.CheckpointError, match=r"If another process of this job wrote it: .* call sk\.initialize\(\)"
+    ):
+        sk.save(tmp_path, {"x": 1}, 1)
+
+
+def deleted(directory):
+    shutil.rmtree(directory)
+
+
+def written_first(directory):
+    (directory.parent / "1").mkdir()
+
+
+def mixed(directory):
+    raise ValueError(f"FAILED_PRECONDITION: Error writing to {directory}: Configuration mismatch")
+
+
+@pytest.mark.parametrize("meanwhile", [deleted, written_first, mixed])
+def test_another_process_writes_at_the_same_time(tmp_path, monkeypatch, meanwhile):
+    """Two saves of one step take each other's files away."""
+    finalize = Handler.finalize
+
+    def interfered(self, directory):
+        meanwhile(directory)
+        finalize(self, directory)
+
+    monkeypatch.setattr(Handler, "finalize", interfered)
+    text = r"to which another process writes, too: .* call sk\.initialize\(\) first.* What was noticed: \S+"
+    with pytest.raises(sk.CheckpointError, match=text):
+        sk.save(tmp_path, {"x": jnp.arange(4.0)}, 1)
+
+
+def test_other_failures_are_no_other_processs(tmp_path, monkeypatch):
+    def full(self, directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Handler, "finalize", full)
+    with pytest.raises(sk.CheckpointError, match=r"could not be written to \S+: \[Errno 28\] No space left"):
+        sk.save(tmp_path, {"x": jnp.arange(4.0)}, 1)
 
 
 def test_saves_of_many_threads(tmp_path):

@@ -31,6 +31,12 @@ def pages() -> list[str]:
     return sorted(["README.md", *found], key=lambda page: page != "docs/index.md")
 
 
+def texts() -> list[str]:
+    """All that people read: the pages, and what lies beside the code, such as CONTRIBUTING.md, benchmarks/README.md."""
+    beside = [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")]
+    return [*pages(), *sorted({str(path.relative_to(ROOT)) for path in beside} - {"README.md"})]
+
+
 def read(page: str) -> str:
     """A page's text."""
     return (ROOT / page).read_text(encoding="utf-8")
@@ -53,7 +59,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def python_blocks(page: str) -> list[Block]:
-    """Those that run."""
+    """Those of Python, in order."""
     return [block for block in blocks(page) if block.language == "python"]
 
 

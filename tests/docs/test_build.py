@@ -62,7 +62,6 @@ def test_examples_in_docstrings_are_shown_as_code(site):
 
 
 @pytest.mark.not_smoke
-@pytest.mark.slow
 def test_a_dead_link_fails(tmp_path):
     (tmp_path / "docs").mkdir()
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

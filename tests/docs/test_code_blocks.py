@@ -1,26 +1,26 @@
-"""Every block of code that people read runs, as they would run it: a page's blocks one after another."""
+"""Every block of Python that people read runs, as they would run it: a page's blocks one after another."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages import ROOT, blocks, pages, python_blocks, read
+from pages import ROOT, blocks, python_blocks, read, texts
 from stand_ins import NOT_RUN, stand_ins
 
-# Pages that start processes of their own; the rest share one.
-SLOW = ("docs/rooms/cli.md", "docs/rooms/hosts.md")
-FAST = [page for page in pages() if python_blocks(page) and page not in SLOW]
+# What it has of Python are lines of files, compared here and in tests/packaging/test_contributing.py.
+QUOTING = "CONTRIBUTING.md"
+RUN = [text for text in texts() if python_blocks(text) and text != QUOTING]
 LANGUAGES = {"python", "sh", "text", ""}
 
 
@@ -37,37 +37,38 @@ def run(asked, folder):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return run(FAST, tmp_path_factory.mktemp("blocks"))
-
-
-def check(page, told):
-    for block in told:
-        assert block["error"] is None, f"{page}:{block['line']}\n{block['error']}"
-    assert [block["line"] for block in told] == [block.line for block in python_blocks(page)]
+    return run(RUN, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.not_smoke
-@pytest.mark.parametrize("page", FAST)
+@pytest.mark.parametrize("page", RUN)
 def test_blocks_run(ran, page):
-    check(page, ran[page])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", SLOW)
-def test_blocks_that_start_processes_run(page, tmp_path):
-    check(page, run([page], tmp_path)[page])
+    for block in ran[page]:
+        assert block["error"] is None, f"{page}:{block['line']}\n{block['error']}"
+    assert [block["line"] for block in ran[page]] == [block.line for block in python_blocks(page)]
 
 
 def test_no_block_is_left_out():
     assert NOT_RUN == {}
-    assert {page for page in pages() if python_blocks(page)} == {*FAST, *SLOW}
+    assert {"README.md", "benchmarks/README.md", "docs/rooms/cli.md", "docs/rooms/hosts.md"} <= set(RUN)
+    assert {text for text in texts() if python_blocks(text)} == {*RUN, QUOTING}
     assert len(python_blocks("README.md")) >= 10
+
+
+def test_quoted_lines_are_those_of_the_package():
+    def plain(text):
+        lines = (line.partition("  # ")[0].strip().removesuffix(",") for line in text.splitlines())
+        return {line for line in lines if line}
+
+    package = plain("\n".join(path.read_text() for path in (ROOT / "shardkit").rglob("*.py")))
+    for block in python_blocks(QUOTING):
+        assert plain(block.text) <= package, block.line
 
 
 def test_stand_ins_stand_for_something():
     from stand_ins import _STAND_INS
 
-    headings = {(block.page, block.heading) for page in pages() for block in python_blocks(page)}
+    headings = {(block.page, block.heading) for page in texts() for block in python_blocks(page)}
     assert set(_STAND_INS) <= headings
 
 
@@ -82,67 +83,19 @@ def test_a_block_that_fails_is_told(tmp_path):
     assert stand_ins(block) == []
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", texts())
 def test_every_block_says_what_it_is(page):
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{page}:{block.line}"
         if block.language == "python":
-            ast.parse(block.text)
+            ast.parse(textwrap.dedent(block.text))
     assert not re.search(r"(?m)^ *<!-- prints -->\n(?! *```)", read(page))
 
 
-def commands():
-    """The lines of a shell on all pages."""
-    for page in pages():
-        for block in blocks(page):
-            if block.language in ("sh", "") and re.search(r"(?m)^(make|python|pip|srun|gcloud)\b", block.text):
-                for line in block.text.splitlines():
-                    words = line.partition("#")[0].strip()
-                    if words:
-                        yield page, words
-
-
-def test_commands_name_what_is_there():
-    from shardkit.launch.__main__ import parser as launch_parser
-
-    targets = set(re.findall(r"(?m)^(\w+):", (ROOT / "Makefile").read_text()))
-    extras = set(re.findall(r"(?m)^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text()))
-    seen = 0
-    for page, line in commands():
-        words = line.split()
-        if words[0] == "make":
-            assert words[1] in targets, (page, line)
-        elif words[:3] == ["python", "-m", "shardkit.launch"]:
-            assert launch_parser().parse_args(words[3:]).script, (page, line)
-        elif words[:3] == ["python", "-m", "shardkit"]:
-            assert words[3] in ("explain", "doctor"), (page, line)
-        elif words[0] == "python" and words[1] not in ("train.py", "job.py"):
-            assert (ROOT / words[1]).is_file(), (page, line)
-        elif words[:2] == ["pip", "install"]:
-            assert set(re.findall(r"\[([\w-]+)\]", line)) <= extras, (page, line)
-        else:
-            continue
-        seen += 1
-    assert seen >= 8
-
-
-def test_commands_of_explain_parse():
-    from shardkit.cli.explain import add_parser
-
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    given = [line.split()[3:] for _, line in commands() if line.startswith("python -m shardkit explain")]
-    assert len(given) >= 2
-    for words in given:
-        parser.parse_args(words)
-
-
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", texts())
 def test_files_that_a_page_names_are_there(page):
     for name in re.findall(r"`((?:examples|benchmarks|tests)/[\w/.]+)`", read(page)):
         assert (ROOT / name).exists(), name
-    for script in re.findall(r"`python ((?:examples|benchmarks)/\w+\.py)", read(page)):
-        assert (ROOT / script).is_file(), script
 
 
 def test_measured_numbers_are_those_of_the_readme_and_their_files_are_there():

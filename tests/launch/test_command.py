@@ -28,7 +28,7 @@ def launcher(tmp_path):
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=tmp_path,
-                env=ENVIRONMENT,
+                env=ENVIRONMENT | {"TMPDIR": str(tmp_path)},
             )
             stack.enter_context(started)
             stack.callback(started.terminate)
@@ -53,11 +53,38 @@ def test_it_runs_a_script_and_a_module(launcher, tmp_path):
     badly = launcher("-n", "2", "--grace", "0.5", "-m", "failing", "--port", "x")
     out, err = well.communicate(timeout=120)
     assert sorted(out.splitlines()) == [f"[{p}] __main__ ['script.py', '-n', '9', '--help']" for p in range(3)]
-    assert (well.returncode, err) == (0, "")
+    assert well.returncode == 0
+    assert err == (
+        "python -m shardkit.launch: none of the 3 processes called sk.initialize(), so that each ran all of the "
+        "program for itself (unless they were connected in another way): call it first in the script, or start one "
+        "process\n"
+    )
     out, err = badly.communicate(timeout=120)
     assert sorted(out.splitlines()) == [f"[{p}] ['--port', 'x']" for p in range(2)]
     assert badly.returncode == 7
     assert err == "python -m shardkit.launch: process 1 ended with exit status 7; none is left\n"
+
+
+@pytest.mark.parametrize(
+    ("processes", "script", "warns"),
+    [
+        ("2", "", True),
+        ("1", "", False),
+        # As initialize() does it, which takes seconds to import.
+        (
+            "2",
+            "import os\nif os.environ['SHARDKIT_PROCESS_ID'] == '1': os.unlink(os.environ['SHARDKIT_UNCALLED'])",
+            False,
+        ),
+    ],
+)
+def test_several_of_which_none_calls_initialize_are_told(processes, script, warns, tmp_path, capsys):
+    (tmp_path / "script.py").write_text(script)
+    assert command.main(["-n", processes, str(tmp_path / "script.py")]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("python -m shardkit.launch: none of the 2 processes called sk.initialize(), so") == warns
+    assert err.count("\n") == warns
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

@@ -47,7 +47,9 @@ def test_by_the_launcher(processes, devices):
         "refused: part of one job only",
         f"refused: SHARDKIT_NUM_PROCESSES says that there are {processes}",
     ]
-    assert said(started("launcher", processes, devices)) == [lines] * processes
+    result = started("launcher", processes, devices)
+    assert said(result) == [lines] * processes
+    assert result.called
 
 
 @contextlib.contextmanager
@@ -145,6 +147,14 @@ def test_a_process_alone_goes_on_as_it_is(environ, variables):
     initialize()
     initialize()
     assert not jax.distributed.is_initialized()
+
+
+def test_the_launcher_sees_that_it_was_called(environ, tmp_path):
+    (tmp_path / "uncalled").touch()
+    environ.setenv("SHARDKIT_UNCALLED", str(tmp_path / "uncalled"))
+    initialize()
+    assert not os.listdir(tmp_path)
+    initialize()
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def test_each_process_is_told_who_it_is(monkeypatch):
     assert [words[1:] for words in said] == [["3", str(p), "2", "cpu", "2", "1", "None", "x"] for p in range(3)]
     assert result == result.check()
     assert result.summary() == "3 processes ended well"
+    assert not result.called
 
 
 def test_without_simulated_devices_the_platform_is_left_alone(monkeypatch):
@@ -231,6 +232,18 @@ def test_a_given_port():
 def test_exit_status(processes, first, number, status):
     ended = tuple(Ended(process, of) for process, of in enumerate(processes))
     assert Result(ended, first, number).status == status
+
+
+@pytest.mark.parametrize(
+    ("statuses", "called", "warns"),
+    [([0, 0], False, True), ([0, 0], True, False), ([0], False, False), ([0, 3], False, False)],
+)
+def test_processes_that_never_met_are_told(statuses, called, warns):
+    ended = tuple(Ended(process, of) for process, of in enumerate(statuses))
+    first = next((ended.process for ended in ended if ended.status), None)
+    warning = Result(ended, first, called=called).warning
+    assert (warning is not None) == warns
+    assert warning is None or warning.startswith("none of the 2 processes called sk.initialize(), so that each ran all")
 
 
 def test_unknown_signals_have_no_name():

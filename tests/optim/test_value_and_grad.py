@@ -436,3 +436,32 @@ def test_refused_in_words(mesh_for):
         sk.value_and_grad(mean_loss(apply), batch_axes="dp", mesh=mesh)(other, X, Y)
     with refuses("value_and_grad found no mesh"):
         sk.value_and_grad(mean_loss(apply), batch_axes="dp")(params, X, Y)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_losses_in_short_floats_beside_an_auto_axis(dtype, microbatches, mesh_for):
+    """They're summed in float32, which XLA on CPU can do there, and come out in their own dtype."""
+    mesh = mesh_for({"dp": 2, "tp": 4})
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8)), dtype)
+
+    def loss(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.mean(y), {"mean": jnp.mean(y * y), "any": jnp.any(y > 2), "all": y}
+
+    def counted(w, x):
+        return jnp.sum(jnp.tanh(x @ w)), jnp.asarray(x.shape[0], dtype)
+
+    placed = sk.shard_tensor(w, {"tp": sk.Shard(1)}, mesh), sk.shard_tensor(x, {"dp": sk.Shard(0)}, mesh)
+    options = {"batch_axes": "dp", "mesh": mesh, "microbatches": microbatches}
+    (value, aux), grads = jax.jit(sk.value_and_grad(loss, has_aux=True, **options))(*placed)
+    wide = w.astype(jnp.float32), x.astype(jnp.float32)
+    (wanted, wanted_aux), wanted_grads = jax.value_and_grad(loss, has_aux=True)(*wide)
+    assert value.dtype == aux["mean"].dtype == dtype
+    np.testing.assert_allclose(np.float32(value), wanted, atol=4e-3)
+    np.testing.assert_allclose(np.float32(aux["mean"]), wanted_aux["mean"], atol=4e-3)
+    np.testing.assert_allclose(np.float32(sk.unshard(grads)), wanted_grads, atol=4e-3)
+    value, _ = jax.jit(sk.value_and_grad(counted, **options))(*placed)
+    assert value.dtype == dtype
+    np.testing.assert_allclose(np.float32(value), jnp.sum(jnp.tanh(wide[1] @ wide[0])) / 16, atol=2e-2)
