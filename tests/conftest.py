@@ -20,6 +20,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f for f in _FLAGS if f.split("=")[0] not in _given)]).strip()
 
+# Else XLA before 0.12 may hang with many programs under way on few threads (shardkit/cli/known_bad.py).
+os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 16)))
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 

@@ -81,6 +81,11 @@ class Devices:
         """As ``jax.Device.platform`` names them."""
         return frozenset(group.platform for group in self.groups)
 
+    @property
+    def simulated(self) -> int:
+        """CPU devices of one process."""
+        return sum(group.count for group in self.groups if group.platform == "cpu") // self.processes
+
 
 def ask(env: Mapping[str, str], timeout: float) -> Devices:
     """Starts JAX in another process, and waits for so many seconds for what it finds."""

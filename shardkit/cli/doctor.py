@@ -107,6 +107,8 @@ def examine(env: Mapping[str, str], found: devices.Devices | None) -> Examinatio
         env,
         cluster.several(clusters),
         f"{platform.system()}-{platform.machine()}",
+        found.simulated if found is not None else 0,
+        os.cpu_count() or 1,
     )
     findings += packages.check_each_other(versions, {n: packages.requirements_of(n) for n in versions}, python)
     findings += surroundings.check_environment(env, versions)

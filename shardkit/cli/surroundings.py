@@ -7,7 +7,15 @@ from collections.abc import Mapping
 
 from shardkit.cli.findings import NOTE, PROBLEM, Finding
 
-_SHOWN = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_SHOWN = (
+    "XLA_FLAGS",
+    "PJRT_NPROC",
+    "NPROC",
+    "LIBTPU_INIT_ARGS",
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+)
 _PREFIXES = ("JAX_", "TPU_", "XLA_PYTHON_CLIENT_", "NCCL_", "MEGASCALE_")
 _SET_BY_JAX = ("TPU_SKIP_MDS_QUERY",)  # as it's imported, where there's no TPU
 _SEEN = "seen here on jaxlib 0.10.2 and 0.12.0.1"

@@ -67,6 +67,7 @@ def run(
 
     Example:
       >>> import sys
+      >>> from shardkit.launch import run
       >>> program = "import os; print('process', os.environ['SHARDKIT_PROCESS_ID'])"
       >>> result = run([sys.executable, "-c", program], processes=2, capture=True)
       >>> result.check().processes[1].stdout
@@ -116,6 +117,9 @@ def environ(
     if told.devices is not None:
         found.setdefault("JAX_PLATFORMS", "cpu")
         found["JAX_NUM_CPU_DEVICES"] = str(told.devices)
+        if told.devices > 1 and "NPROC" not in found:
+            # With fewer threads XLA before 0.12 may hang where many programs are under way (shardkit.cli.known_bad).
+            found.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * told.devices)))
     found.setdefault("PYTHONUNBUFFERED", "1")
     found |= environment.variables(told)
     for name, value in (changes or {}).items():

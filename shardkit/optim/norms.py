@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from shardkit import scopes
 from shardkit._compat import varying_axes
@@ -27,16 +28,22 @@ def global_norm(tree: Any) -> jax.Array:
       tree: of arrays, ``Padded`` and ``PartialArray``.
 
     Returns:
-      A scalar, the same on every device.
+      A scalar, the same on every device; 0 for a tree without leaves.
+
+    Raises:
+      ValueError: inside ``jax.shard_map(..., check_vma=False)``, where types don't tell parts from copies.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> float(sk.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
       5.0
     """
-    leaves = [_whole(x) for x in jax.tree.leaves(tree, is_leaf=is_whole)]
-    if not leaves:
-        return jnp.zeros(())
+    leaves = jax.tree.leaves(tree, is_leaf=is_whole)
+    return _in_one_program(_norm, leaves) if leaves else jnp.zeros(())
+
+
+def _norm(leaves: Sequence[Any]) -> jax.Array:
+    leaves = [_whole(x) for x in leaves]
     manual = manual_axes()
     if not manual:
         return jnp.sqrt(sum(_squares(x) for x in leaves))
@@ -53,8 +60,17 @@ def global_norm(tree: Any) -> jax.Array:
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """``optax.clip_by_global_norm`` for updates of any placement; Partial ones come out reduced.
 
+    Updates whose norm (``sk.global_norm``) is larger are multiplied by ``max_norm / norm``: R. Pascanu, T. Mikolov,
+    Y. Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, https://arxiv.org/abs/1211.5063.
+
     Args:
       max_norm: the largest global norm of the updates that is left as it is.
+
+    Returns:
+      An ``optax.GradientTransformation`` without state.
+
+    Raises:
+      ValueError: in ``update``, inside ``jax.shard_map(..., check_vma=False)``.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -68,36 +84,61 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         del params
         return optax.EmptyState()
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        updates = jax.tree.map(lambda x: x.reduce() if isinstance(x, PartialArray) else x, updates, is_leaf=is_whole)
-        norm = global_norm(updates)
+    def clipped(leaves: Sequence[Any]) -> list[Any]:
+        reduced = [x.reduce() if isinstance(x, PartialArray) else x for x in leaves]
+        norm = global_norm(reduced)
         # As optax does it: exact where the norm is small enough.
         small = norm < max_norm
+        return jax.tree.map(lambda x: jnp.where(small, x, (x / norm.astype(x.dtype)) * max_norm), reduced)
 
-        def clip(x: jax.Array) -> jax.Array:
-            return jnp.where(small, x, (x / norm.astype(x.dtype)) * max_norm)
-
-        return jax.tree.map(clip, updates), state
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        leaves, structure = jax.tree.flatten(updates, is_leaf=is_whole)
+        return jax.tree.unflatten(structure, _in_one_program(clipped, leaves)), state
 
     return optax.GradientTransformation(init, update)
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no leaf has an infinity or NaN, on any device: a bool scalar, the same on all.
+    """Whether no leaf has an infinity or NaN, on any device.
 
     Of a Partial leaf it's the reduced value that counts, which may overflow where no contribution does.
+
+    Args:
+      tree: of arrays, ``Padded`` and ``PartialArray``; integers and bools are finite.
+
+    Returns:
+      A bool scalar, the same on every device.
+
+    Raises:
+      ValueError: inside ``jax.shard_map(..., check_vma=False)``, where types don't tell parts from copies.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> bool(sk.all_finite([jnp.ones(3), jnp.array([jnp.nan])]))
       False
     """
-    leaves = [x for x in map(_whole, jax.tree.leaves(tree, is_leaf=is_whole)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves = jax.tree.leaves(tree, is_leaf=is_whole)
+    return _in_one_program(_finite, leaves) if leaves else jnp.array(True)
+
+
+def _finite(leaves: Sequence[Any]) -> jax.Array:
+    leaves = [x for x in map(_whole, leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         return jnp.array(True)
     bad = _total([jnp.any(~jnp.isfinite(x)).astype(jnp.int32) for x in leaves], leaves)
     return bad == 0
+
+
+def _in_one_program(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """``fun`` of leaves, eagerly compiled as a whole.
+
+    One by one its operations would be some hundred programs with collectives, more than XLA before 0.12 can have under
+    way on simulated devices (``shardkit.cli.known_bad``).
+    """
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(leaves)):
+        return fun(leaves)
+    return jax.jit(fun)(leaves)
 
 
 def _total(counts: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> jax.Array:

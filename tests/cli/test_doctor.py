@@ -167,6 +167,11 @@ class TestKnownBad:
             (Setup({"jaxlib": "0.12.0"}, frozenset({"cpu"}), several=True), "reduce-scatter between CPU processes"),
             (Setup({"jaxlib": "0.12.0"}, frozenset({"cpu"})), "all-reduce of maxima on CPU drops NaNs"),
             (Setup({"jax": "0.11.0"}), "derivative of nested shard_maps"),
+            (Setup({"jaxlib": "0.10.2"}, cpu_devices=8, cores=15), "many programs under way on simulated devices"),
+            (
+                Setup({"jaxlib": "0.11.2"}, env={"PJRT_NPROC": "9"}, cpu_devices=8, cores=64),
+                "many programs under way on simulated devices",
+            ),
         ],
     )
     def test_is_found(self, setup, wanted):
@@ -180,6 +185,11 @@ class TestKnownBad:
                 {"jax": "0.13", "jaxlib": "0.13", "flax": "0.13"}, frozenset({"cpu", "gpu"}), {}, True, "Linux-x86_64"
             ),
             Setup({"jaxlib": "0.10.2+local", "jax-cuda12-plugin": "0.10.2"}),
+            Setup({"jaxlib": "0.10.2"}, cpu_devices=8, cores=16),
+            Setup({"jaxlib": "0.10.2"}, cpu_devices=1, cores=1),
+            Setup({"jaxlib": "0.10.2"}, env={"PJRT_NPROC": "16"}, cpu_devices=8, cores=2),
+            Setup({"jaxlib": "0.10.2"}, env={"NPROC": "16"}, cpu_devices=8, cores=2),
+            Setup({"jaxlib": "0.12.0"}, cpu_devices=8, cores=2),
         ],
     )
     def test_nothing_else_is(self, setup):

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from shardkit.launch import Ended, PortTakenError, ProcessFailedError, Result, RunTimeoutError, ports, run
+from shardkit.launch.environment import Told
 from shardkit.launch.results import describe
+from shardkit.launch.run import environ
 
 # Starts in a moment.
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -249,3 +251,23 @@ def test_processes_that_never_met_are_told(statuses, called, warns):
 def test_unknown_signals_have_no_name():
     assert describe(Ended(0, -64 - 60)) == "process 0 was killed by signal 124 (signal 124)"
     assert describe(Ended(0, None)) == "process 0 still ran"
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "wanted"),
+    [
+        (64, {}, "128"),
+        (1, {}, None),
+        (None, {}, None),
+        (64, {"PJRT_NPROC": "3"}, "3"),
+        (64, {"NPROC": "3"}, None),
+    ],
+)
+def test_simulated_devices_have_threads_enough(devices, given, wanted, monkeypatch):
+    """XLA before 0.12 may hang on fewer than two a device (``shardkit.cli.known_bad``)."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = environ(Told("127.0.0.1:1", 2, 0, devices))
+    assert found.get("PJRT_NPROC") == wanted

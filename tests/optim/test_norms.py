@@ -115,3 +115,29 @@ def test_regions_without_types(ask, mesh_for):
     assert ask_all(jnp.ones(16)) == ask(jnp.ones(16))
     with pytest.raises(ValueError, match="can't tell parts from copies"):
         jax.shard_map(ask, **region, check_vma=False)(jnp.ones(16))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [sk.global_norm, sk.all_finite, lambda tree: sk.clip_by_global_norm(1.0).update(tree, None)],
+    ids=["norm", "finite", "clip"],
+)
+def test_eagerly_one_program(call, mesh_for, caplog):
+    """Not one an operation: XLA can't have many with collectives under way at once."""
+    mesh = mesh_for({"x": 4})
+    shapes = [(8, n) for n in range(1, 6)]
+    tree = [sk.from_local([np.ones(s)] * 4, [P], mesh) for s in shapes]
+    tree += [sk.shard_tensor(np.ones(s), [S(0)], mesh) for s in shapes]
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        jax.block_until_ready(call(tree))
+    assert sum(r.getMessage().startswith("Compiling") for r in caplog.records) == 1
+
+
+def test_clipped_updates_stay_where_they_are(axis_types, mesh_for, ambient):
+    mesh = mesh_for({"x": 4, "y": 2}, axis_types)
+    places = [{"x": S(0)}, {"y": S(1)}, {"x": S(1), "y": S(0)}, {}]
+    tree = [sk.shard_tensor(np.ones((8, 8)), place, mesh) for place in places]
+    with ambient(mesh):
+        updates, _ = sk.clip_by_global_norm(1.0).update(tree, None)
+    assert [sk.placements(x) for x in updates] == [sk.placements(x) for x in tree]
