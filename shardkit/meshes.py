@@ -36,8 +36,12 @@ def make_mesh(
       devices: the devices to use; by default all (the first ones, if the sizes need fewer), in the
         order that ``jax.make_mesh`` finds best for the hardware.
 
+    Returns:
+      A ``jax.sharding.Mesh``.
+
     Raises:
-      ValueError: no axes, a size below 1, more than one -1, sizes that don't fit the devices.
+      ValueError: no axes, a size below 1, more than one -1, sizes that don't fit the devices, an unknown axis type.
+      TypeError: axes that are no mapping.
 
     Example:
       >>> import shardkit as sk
@@ -125,6 +129,16 @@ def axis_types_of(given: Any, names: tuple[str, ...]) -> tuple[AxisType, ...]:
 
 def sub_mesh(mesh: Mesh, **index: int) -> Mesh:
     """The devices at fixed positions of some axes, as a mesh over the other axes.
+
+    Args:
+      mesh: the whole mesh.
+      **index: the position, from 0, on each axis that is to go, by its name.
+
+    Returns:
+      A ``jax.sharding.Mesh`` over the axes that are left, of the types they had.
+
+    Raises:
+      ValueError: an axis or a position that the mesh doesn't have, or no axis is left.
 
     Example:
       >>> import shardkit as sk

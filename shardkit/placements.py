@@ -34,10 +34,17 @@ class Placement:
 class Shard(Placement):
     """The mesh axis cuts array dim ``dim`` into equal consecutive blocks.
 
-    A negative ``dim`` counts from the last one and is resolved where the rank is known.
+    Args:
+      dim: the array dim. A negative one counts from the last and is resolved where the rank is known.
 
-    >>> Shard(0)
-    Shard(dim=0)
+    Raises:
+      TypeError: ``dim`` is no integer.
+
+    Example:
+      >>> import jax, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("sp",))
+      >>> sk.Layout(mesh, [sk.Shard(1)]).local_shape((2, 8))
+      (2, 2)
     """
 
     dim: int
@@ -66,10 +73,13 @@ class Partial(Placement):
     Args:
       reduce: one of "sum", "mean", "max", "min", "prod", "any", "all".
 
+    Raises:
+      ValueError: another ``reduce``.
+
     Example:
-      >>> import shardkit as sk
-      >>> sk.Partial(), sk.Partial("max")
-      (Partial(reduce='sum'), Partial(reduce='max'))
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> sk.placements(sk.from_local([jnp.ones(2)], {"dp": sk.Partial("max")}, sk.make_mesh({"dp": 1})))
+      (Partial(reduce='max'),)
     """
 
     reduce: str = "sum"
@@ -177,6 +187,11 @@ class Layout:
         replicate), a ``PartitionSpec`` or a ``NamedSharding``. Two axes on one dim: the earlier mesh
         axis is the major one, unless a PartitionSpec says otherwise.
 
+    Raises:
+      ValueError: a mesh axis that isn't there or is used twice, another number of placements than axes, a dim left
+        UNCONSTRAINED, a sharding on another mesh. Dims are checked where the rank is known.
+      TypeError: none of these forms, or something in it that is no placement.
+
     Example:
       >>> import jax, shardkit as sk
       >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "sp"))
@@ -213,7 +228,17 @@ class Layout:
         return tuple(n for n, p in zip(self.mesh.axis_names, self.placements, strict=True) if isinstance(p, Shard))
 
     def dim_axes(self, ndim: int | None = None) -> dict[int, tuple[str, ...]]:
-        """Which mesh axes cut which array dim, major axis first."""
+        """Which mesh axes cut which array dim, major axis first.
+
+        Args:
+          ndim: dims of the array; needed for negative dims. None: as many as the placements speak of.
+
+        Returns:
+          ``{dim: mesh axes}``, of the dims that are cut.
+
+        Raises:
+          ValueError: a dim out of range, a spec that speaks of more dims, a negative dim without ``ndim``.
+        """
         named = self._parsed.ndim
         if ndim is not None and named is not None and named > ndim:
             raise ValueError(f"{self.spec} speaks of {named} dims, but the array has {ndim}; leave the last ones out")
@@ -236,7 +261,17 @@ class Layout:
         return found
 
     def spec_for(self, ndim: int | None = None) -> PartitionSpec:
-        """The PartitionSpec, with ``ndim`` entries if given."""
+        """The PartitionSpec for an array of some rank.
+
+        Args:
+          ndim: dims of the array, so many entries the spec has. None: up to the last dim that is cut.
+
+        Returns:
+          A ``PartitionSpec``; Partial axes are its ``unreduced``.
+
+        Raises:
+          ValueError: as ``dim_axes``; Partial axes of two kinds, or of one that JAX can't say.
+        """
         kinds = {p.reduce for p in self.placements if isinstance(p, Partial)}
         if len(kinds) > 1 or kinds - set(unreduced_kinds()):
             raise ValueError(
@@ -254,12 +289,16 @@ class Layout:
 
     @property
     def ndim(self) -> int | None:
-        """The rank it's made for; None where it speaks of any."""
+        """How many dims the array has that it's made for; None where it speaks of any."""
         return self._parsed.ndim
 
     @property
     def spec(self) -> PartitionSpec:
-        """The PartitionSpec that says the same."""
+        """The PartitionSpec that says the same.
+
+        Raises:
+          ValueError: a negative dim, Partial axes of two kinds or of one that JAX can't say.
+        """
         return self.spec_for()
 
     @property
@@ -279,19 +318,39 @@ class Layout:
         return next(iter(kinds.values()), None)
 
     def stack_spec(self, ndim: int) -> PartitionSpec:
-        """The spec of a ``PartialArray``'s stack: a leading dim an axis that is Partial, then the array's ``ndim``."""
+        """The PartitionSpec of a ``PartialArray``'s stack.
+
+        Args:
+          ndim: dims of the array, without those that the stack has before them.
+
+        Returns:
+          One entry an axis that is Partial, in mesh order, then ``ndim`` entries.
+
+        Raises:
+          ValueError: a dim out of range, a spec that speaks of more dims.
+        """
         entries: list[Any] = [None] * ndim
         for dim, axes in self.dim_axes(ndim).items():
             entries[dim] = axes[0] if len(axes) == 1 else axes
         return PartitionSpec(*self.partial_axes, *entries)
 
     def without_partial(self) -> Layout:
-        """The same with Replicate where it was Partial."""
+        """This layout with Replicate where it was Partial."""
         kept = tuple(Replicate() if _is_partial(p) else p for p in self.placements)
         return self._with(dataclasses.replace(self._parsed, placements=kept))
 
     def but(self, changed: Mapping[str, Placement]) -> Layout:
-        """The same with other placements on some axes; an axis that newly cuts a dim is the minor one there."""
+        """This layout with other placements on some axes; an axis that newly cuts a dim is the minor one there.
+
+        Args:
+          changed: ``{mesh axis: placement}``; other axes keep theirs.
+
+        Returns:
+          A ``Layout`` on the same mesh.
+
+        Raises:
+          ValueError: an axis that the mesh doesn't have.
+        """
         _check_axes(list(changed), self.mesh, changed)
         pairs = zip(self.mesh.axis_names, self.placements, strict=True)
         placements = tuple(changed.get(name, placement) for name, placement in pairs)
@@ -308,7 +367,13 @@ class Layout:
         return self._with(dataclasses.replace(self._parsed, placements=placements, order=tuple(order)))
 
     def resolved(self, ndim: int) -> Layout:
-        """The same for an array of ``ndim`` dims: dims counted from the front, checked.
+        """This layout for an array of known rank: dims counted from the front, checked.
+
+        Args:
+          ndim: dims of the array.
+
+        Returns:
+          A ``Layout`` without negative dims.
 
         Raises:
           ValueError: a dim out of range, a spec that speaks of more dims.
@@ -318,7 +383,17 @@ class Layout:
         return self._with(dataclasses.replace(self._parsed, placements=counted, ndim=ndim))
 
     def on(self, mesh: AnyMesh) -> Layout:
-        """The same placements on another mesh of the same axes."""
+        """These placements on another mesh of the same axes.
+
+        Args:
+          mesh: a ``Mesh`` or ``AbstractMesh`` with axes of the same names and sizes.
+
+        Returns:
+          A ``Layout`` on it.
+
+        Raises:
+          ValueError: other axes.
+        """
         layout = self._with(self._parsed_for(mesh))
         object.__setattr__(layout, "mesh", mesh)
         return layout
@@ -331,7 +406,11 @@ class Layout:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The NamedSharding that says the same."""
+        """The NamedSharding that says the same.
+
+        Raises:
+          ValueError: as ``spec``; a Partial on Auto axes, where JAX can't say it.
+        """
         return _named_sharding(self.mesh, self.spec)
 
     def local_shape(self, shape: Sequence[int], *, uneven: str = "error") -> tuple[int, ...]:
@@ -342,8 +421,11 @@ class Layout:
           uneven: "error" refuses sizes the mesh does not divide; "pad" gives the padded block,
             ``ceil(size / n)``.
 
+        Returns:
+          Sizes in elements, one a dim.
+
         Raises:
-          ValueError: a dim out of range, or one that doesn't divide, an unknown value of ``uneven``.
+          ValueError: a dim out of range, or one that doesn't divide, a negative size, an unknown value of ``uneven``.
         """
         if uneven not in ("error", "pad"):
             raise ValueError(f'uneven={uneven!r} is unknown; use "error" or "pad"')
@@ -359,7 +441,17 @@ class Layout:
         return tuple(local)
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of the array that holds one of this ``shape``: each sharded dim as long as its shards."""
+        """The global shape of the padded array that holds one of a shape the mesh needn't divide.
+
+        Args:
+          shape: global (logical) sizes in elements.
+
+        Returns:
+          Sizes in elements: each sharded dim is as long as its shards of ``ceil(size / n)`` together.
+
+        Raises:
+          ValueError: a dim out of range, a negative size.
+        """
         blocks = self.local_shape(shape, uneven="pad")
         cut = self.dim_axes(len(blocks))
         return tuple(block * axes_size(self.mesh, cut.get(dim, ())) for dim, block in enumerate(blocks))
@@ -408,9 +500,13 @@ def to_partition_spec(placements: Placements | Layout, mesh: AnyMesh, ndim: int 
       mesh: the mesh whose axes they speak of.
       ndim: rank of the array; needed for negative dims, and gives the spec that many entries.
 
+    Returns:
+      A ``PartitionSpec``; Partial axes are its ``unreduced``.
+
     Raises:
       ValueError: unknown axis, dim out of range, a spec for more than ``ndim`` dims, a Partial that JAX can't say
         (jax 0.10: only sums).
+      TypeError: no placements.
 
     Example:
       >>> import jax, shardkit as sk
@@ -422,7 +518,19 @@ def to_partition_spec(placements: Placements | Layout, mesh: AnyMesh, ndim: int 
 
 
 def to_named_sharding(placements: Placements | Layout, mesh: AnyMesh) -> NamedSharding:
-    """The NamedSharding of placements in any form; see ``to_partition_spec``.
+    """The NamedSharding of placements in any form.
+
+    Args:
+      placements: any form that ``sk.Layout`` takes; dims counted from the front.
+      mesh: the mesh whose axes they speak of.
+
+    Returns:
+      A ``NamedSharding`` on ``mesh``.
+
+    Raises:
+      ValueError: unknown axis, a negative dim, a Partial on Auto axes or of a kind that JAX can't say (jax 0.10: only
+        sums).
+      TypeError: no placements.
 
     Example:
       >>> import jax, shardkit as sk
@@ -439,8 +547,11 @@ def placements(x_or_sharding: Any) -> tuple[Placement, ...]:
       x_or_sharding: a ``jax.Array`` (a native ``unreduced`` one too), ``Padded``, ``PartialArray``,
         ``NamedSharding``, ``Layout``, or a tracer whose type carries its sharding (Explicit axes).
 
+    Returns:
+      One ``Placement`` a mesh axis.
+
     Raises:
-      ValueError: no mesh is known: a single-device array, or a tracer on Auto axes, whose placement
+      ValueError: no mesh is known: a single-device array, one of NumPy's, or a tracer on Auto axes, whose placement
         only the compiler knows.
 
     Example:

@@ -28,6 +28,10 @@ def to_local(x: Any) -> list[jax.Array]:
     Returns:
       One single-device array a device; a replicated array gives equal ones.
 
+    Raises:
+      ValueError: a traced array.
+      TypeError: anything else.
+
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> x = sk.shard_tensor(jnp.arange(4), {"sp": sk.Shard(0)}, sk.make_mesh({"sp": 1}))
@@ -76,7 +80,7 @@ def from_local(
     Raises:
       ValueError: a wrong number of shards, shapes or dtypes that disagree, a global shape that doesn't fit, a mesh
         without devices, a tracer, Partials of two kinds.
-      TypeError: the dtype doesn't have the reduction.
+      TypeError: the dtype doesn't have the reduction; ``shards`` is neither a sequence nor a function.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -25,7 +25,7 @@ class Padded:
 
     JAX can't hold an array whose sharded dim the mesh doesn't divide. A ``Padded`` can: each sharded
     dim of ``array`` has ``ceil(size / n)`` elements a shard, of which only those below the logical
-    size mean anything. A pytree: it crosses ``jit``, ``grad`` and optimizers as it is.
+    size (in elements) mean anything. A pytree: it crosses ``jit``, ``grad`` and optimizers as it is.
 
     Used as an array (``y + 1``, ``jnp.sum(y)``, ``np.asarray(y)``) it stands for its ``value``.
 
@@ -51,14 +51,17 @@ class Padded:
 
     @property
     def ndim(self) -> int:
+        """Number of dims."""
         return len(self.logical_shape)
 
     @property
     def size(self) -> int:
+        """Number of logical elements."""
         return int(np.prod(self.logical_shape))
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the elements."""
         return self.array.dtype
 
     @property

@@ -151,14 +151,17 @@ class PartialArray:
 
     @property
     def ndim(self) -> int:
+        """Number of dims of the value."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements of the value."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the contributions, and of the value."""
         return self.stack.dtype
 
     @property
@@ -168,7 +171,7 @@ class PartialArray:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """In mesh-axis order."""
+        """One placement a mesh axis, in mesh order."""
         return self.layout.placements
 
     def _placed(self) -> str:
@@ -189,17 +192,30 @@ class PartialArray:
     # --- what it can do ---------------------------------------------------------------------------
 
     def reduce(self) -> Any:
-        """The value: Replicate where it was Partial, all other placements as they are."""
+        """The value: Replicate where it was Partial, all other placements as they are.
+
+        Raises:
+          ValueError: inside a manual region of a Partial axis, for "prod", "any" and "all".
+        """
         from shardkit.reshard import reshard  # the room below, which moves data
 
         return reshard(self, self.layout.without_partial())
 
     def astype(self, dtype: Any) -> Any:
-        """The same in another dtype.
+        """This value in another dtype.
 
         Casts to float and complex types are done contribution by contribution and stay Partial (each rounds by
         itself: reduce first where the sum of roundings matters). Casts to integers and bools, and from complex to
         float, aren't linear: the value is reduced first and a plain array comes back.
+
+        Args:
+          dtype: the dtype wanted.
+
+        Returns:
+          A ``PartialArray``; a ``jax.Array`` where the value was reduced.
+
+        Raises:
+          TypeError: the dtype doesn't have this reduction (a max of complex numbers).
         """
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         if dtype == self.dtype:

@@ -25,6 +25,13 @@ def to_unreduced(partial: PartialArray) -> jax.Array:
     Differentiable for sums. A max or min, which only newer JAX can name, must be concrete: JAX has no operation
     that makes one under ``jit``.
 
+    Args:
+      partial: on a mesh whose axes are all Explicit, and not padded.
+
+    Returns:
+      An array of the shape of the value, whose ``sharding.spec.unreduced`` has the Partial axes (JAX's documentation:
+      https://docs.jax.dev/en/latest/301/sharding-ad.html).
+
     Raises:
       ValueError: an Auto mesh, a kind that this JAX can't say, a padded array, a call inside a manual region.
       TypeError: not a ``PartialArray``.
@@ -91,6 +98,12 @@ def from_unreduced(array: jax.Array) -> PartialArray:
     """One of JAX's ``unreduced`` arrays as a ``PartialArray``; nothing is communicated.
 
     Linear, and its own gradient: the cotangent of each contribution goes back to the device that holds it.
+
+    Args:
+      array: a ``jax.Array`` that is unreduced over some mesh axes.
+
+    Returns:
+      A ``PartialArray`` of the same shape and dtype.
 
     Raises:
       ValueError: no axis of the array is unreduced, a call inside a manual region.

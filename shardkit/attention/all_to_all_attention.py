@@ -52,27 +52,43 @@ def all_to_all_attention(
     With fewer heads of keys and values than ``n`` divides, each is repeated as often as it takes.
 
     Args:
-      query, key, value, axis, causal, scale, dtype, precision, mesh: as in ``ring_attention``.
-      bias, mask: as in ``ring_attention``, but a device takes all rows, of its heads. With one row of heads for all,
-        every device holds all of it. Inside a manual region of ``axis`` it's given the device's rows, with all columns,
-        and exchanged.
-      dropout_rng, dropout_rate, broadcast_dropout: as in ``ring_attention``; with ``broadcast_dropout`` a device holds
-        all of the matrix of what is dropped, a byte each.
+      query: ``[batch..., q_length, heads, head_dim]``, an array or an ``sk.Padded``; inside a manual region of ``axis``
+        this device's block.
+      key, value: ``[batch..., kv_length, kv_heads, head_dim]``, where kv_heads divides heads; value may have another
+        head_dim.
+      axis: the mesh axis that cuts the sequences.
+      causal: a row sees the columns up to its own place.
+      scale: of the scores; None: ``1 / sqrt(head_dim)``.
+      bias: is added to scores, broadcastable to ``[batch..., heads, q_length, kv_length]``; differentiable. A device
+        takes all rows, of its heads. With one row of heads for all, every device holds all of it. Inside a manual
+        region of ``axis`` it's given the device's rows, with all columns, and exchanged.
+      mask: where it is False (or 0) nothing is seen; like bias. A row that sees nothing gets the mean of all values.
+      dropout_rng, dropout_rate, broadcast_dropout: dropout of the weights, those that Flax drops for this key: one
+        matrix ``[q_length, kv_length]`` for all of the batch and heads, of which a device holds all, a byte each; or
+        one for each. Not inside a manual region of ``axis``.
+      dtype: of the operands; None: the common one. Softmax and sums are in float32 at least.
+      precision: of matrix products, as in ``jax.numpy.einsum``.
+      mesh: else that of the arrays, else the ambient one.
 
     Returns:
-      As ``ring_attention``.
+      ``[batch..., q_length, heads, head_dim of value]``, cut over ``axis`` as query is; a ``Padded`` if query is one.
 
     Raises:
-      ValueError, TypeError: as ``ring_attention``; and heads that ``n`` doesn't divide.
+      ValueError: heads that ``n`` doesn't divide, shapes that don't fit, causal with different lengths, an unknown
+        axis, a placement on Explicit axes that attention can't keep, dropout without a key.
+      TypeError: a traced scale, an integer bias or operands, an axis that is no name.
 
-    Reverse mode only: no ``jvp``. Source: Jacobs et al., https://arxiv.org/abs/2309.14509.
+    Reverse mode only: no ``jvp``. Source: Jacobs et al. (DeepSpeed-Ulysses), https://arxiv.org/abs/2309.14509.
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> from shardkit.attention import all_to_all_attention
-      >>> x = jnp.ones((2, 8, 4, 16))
-      >>> all_to_all_attention(x, x, x, axis="sp", causal=True, mesh=sk.make_mesh({"sp": 1})).shape
-      (2, 8, 4, 16)
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> n = jax.device_count()
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8 * n, 2 * n, 16))
+      >>> y = sk.all_to_all_attention(x, x, x, axis="sp", causal=True, mesh=sk.make_mesh({"sp": n}))
+      >>> bool(jnp.allclose(y, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=1e-5))
+      True
+      >>> y.sharding.shard_shape(y.shape) == (2, 8, 2 * n, 16)  # a device's block
+      True
     """
     call = read_call(
         query,

@@ -31,7 +31,9 @@ def zigzag_chunks(shards: int) -> tuple[tuple[int, int], ...]:
 def zigzag_order(size: int, shards: int) -> tuple[int, ...]:
     """Which element of the sequence stands at each place of its zigzag order.
 
-    ``x[list(zigzag_order(size, n))]`` is in zigzag order, to be cut in ``n`` contiguous blocks.
+    ``x[list(zigzag_order(size, n))]`` is in zigzag order, to be cut in ``n`` contiguous blocks: block ``i`` has chunks
+    ``i`` and ``2n - 1 - i`` of ``2n``, so that a causal mask leaves each as much work as any other. Source: "The Llama
+    3 Herd of Models", section 3.3.2, https://arxiv.org/abs/2407.21783.
 
     Args:
       size: elements of the sequence.
@@ -44,7 +46,8 @@ def zigzag_order(size: int, shards: int) -> tuple[int, ...]:
       ValueError: ``2 * shards`` doesn't divide ``size``.
 
     Example:
-      >>> zigzag_order(8, 2)
+      >>> import shardkit as sk
+      >>> sk.zigzag_order(8, 2)
       (0, 1, 6, 7, 2, 3, 4, 5)
     """
     check_zigzag(size, shards, "zigzag_order")

@@ -85,15 +85,18 @@ def ring_attention(
     Raises:
       ValueError: shapes that don't fit, causal with different lengths, an unknown axis or order, a length that zigzag
         order can't cut, a placement on Explicit axes that attention can't keep, dropout without a key.
-      TypeError: a traced scale, an integer bias or operands.
+      TypeError: a traced scale, an integer bias or operands, an axis that is no name.
 
     Reverse mode only: no ``jvp``. Source: Liu et al., https://arxiv.org/abs/2310.01889.
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> from shardkit.attention import ring_attention
-      >>> x = jnp.ones((2, 8, 4, 16))
-      >>> ring_attention(x, x, x, axis="sp", causal=True, mesh=sk.make_mesh({"sp": 1})).shape
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> n = jax.device_count()
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8 * n, 4, 16))
+      >>> y = sk.ring_attention(x, x, x, axis="sp", causal=True, mesh=sk.make_mesh({"sp": n}))
+      >>> bool(jnp.allclose(y, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=1e-5))
+      True
+      >>> y.sharding.shard_shape(y.shape)  # a device's block
       (2, 8, 4, 16)
     """
     what = "ring_attention"

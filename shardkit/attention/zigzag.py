@@ -18,8 +18,8 @@ from shardkit.spatial.exchange import AxisName, permute
 def to_zigzag(x: Any, *, axis: str | tuple[str, ...], dim: int = 1, mesh: AnyMesh | None = None) -> Any:
     """A sequence in contiguous order, put in zigzag order: two permutes of half a block each.
 
-    Where a model has several layers of causal attention, do this once, to its tokens (and positions, and targets), and
-    give the layers ``order="zigzag"``.
+    A causal mask leaves each device equal work then. Where a model has several layers of causal attention, do this
+    once, to its tokens (and positions, and targets), and give the layers ``order="zigzag"``.
 
     Args:
       x: an array with the sequence in ``dim``; inside a manual region of ``axis`` this device's block.
@@ -31,13 +31,16 @@ def to_zigzag(x: Any, *, axis: str | tuple[str, ...], dim: int = 1, mesh: AnyMes
       An array of the same shape, cut over ``axis``: device ``i`` of ``n`` holds chunks ``i`` and ``2n - 1 - i``.
 
     Raises:
-      ValueError: ``2n`` doesn't divide the length, an unknown axis or dim.
+      ValueError: ``2n`` doesn't divide the length, an unknown axis or dim, no mesh.
+
+    Source of the order: "The Llama 3 Herd of Models", section 3.3.2, https://arxiv.org/abs/2407.21783.
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> from shardkit.attention import to_zigzag
-      >>> to_zigzag(jnp.arange(4), axis="sp", dim=0, mesh=sk.make_mesh({"sp": 1})).tolist()
-      [0, 1, 2, 3]
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> n = jax.device_count()
+      >>> x = sk.to_zigzag(jnp.arange(4 * n), axis="sp", dim=0, mesh=sk.make_mesh({"sp": n}))
+      >>> tuple(x.tolist()) == sk.zigzag_order(4 * n, n)
+      True
     """
     return _moved(x, axis, dim, mesh, False, "to_zigzag")
 
@@ -45,13 +48,24 @@ def to_zigzag(x: Any, *, axis: str | tuple[str, ...], dim: int = 1, mesh: AnyMes
 def from_zigzag(x: Any, *, axis: str | tuple[str, ...], dim: int = 1, mesh: AnyMesh | None = None) -> Any:
     """The inverse of ``to_zigzag``: the sequence in contiguous order again.
 
-    Args, Returns, Raises: as ``to_zigzag``.
+    Args:
+      x: an array with the sequence in ``dim``; inside a manual region of ``axis`` this device's block.
+      axis: the mesh axis that cuts the sequence.
+      dim: the array dim, 1 for ``[batch, length, ...]``.
+      mesh: else that of ``x``, else the ambient one.
+
+    Returns:
+      An array of the same shape, cut over ``axis`` in contiguous blocks.
+
+    Raises:
+      ValueError: twice the devices don't divide the length, an unknown axis or dim, no mesh.
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> from shardkit.attention import from_zigzag
-      >>> from_zigzag(jnp.arange(4), axis="sp", dim=0, mesh=sk.make_mesh({"sp": 1})).tolist()
-      [0, 1, 2, 3]
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> n = jax.device_count()
+      >>> mesh, order = sk.make_mesh({"sp": n}), jnp.array(sk.zigzag_order(2 * n, n))
+      >>> sk.from_zigzag(order, axis="sp", dim=0, mesh=mesh).tolist() == list(range(2 * n))
+      True
     """
     return _moved(x, axis, dim, mesh, True, "from_zigzag")
 

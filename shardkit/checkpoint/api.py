@@ -82,11 +82,22 @@ def restore(
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The step of the newest checkpoint whose files are all there; None if there's none.
+    """The step of the newest checkpoint whose files are all there. It reads no array and compares no digests.
+
+    Args:
+      path: the folder that ``sk.save`` was given.
+
+    Returns:
+      An integer; None if there's no such checkpoint, or no folder.
+
+    Raises:
+      ValueError: an empty path.
 
     Example:
-      >>> import tempfile, shardkit as sk
-      >>> sk.latest_step(tempfile.mkdtemp()) is None
-      True
+      >>> import tempfile, jax.numpy as jnp, shardkit as sk
+      >>> path = tempfile.mkdtemp()
+      >>> sk.save(path, {"w": jnp.zeros(4)}, step=10)
+      >>> sk.latest_step(path), sk.latest_step(tempfile.mkdtemp())
+      (10, None)
     """
     return newest_whole(folder(path))

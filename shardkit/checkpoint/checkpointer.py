@@ -94,7 +94,7 @@ class Checkpointer:
 
     @property
     def path(self) -> str:
-        """The folder."""
+        """The folder, as text."""
         return os.fspath(self._path)
 
     def steps(self) -> list[int]:
@@ -114,7 +114,7 @@ class Checkpointer:
           Whether it was saved: its copy was made, and it's being written.
 
         Raises:
-          CheckpointError: this or the save before it could not be written.
+          CheckpointError: this or the save before it could not be written; ``close`` was called.
           ValueError: the step is no integer of 0 or more.
         """
         if self._closed:
@@ -146,8 +146,11 @@ class Checkpointer:
           damaged: what if the newest is damaged: "error", or "previous": warn, take the newest whole one, and put
             newer ones aside as ``<step>.damaged``.
 
+        Returns:
+          The tree as ``sk.restore`` returns it, and its step.
+
         Raises:
-          CheckpointError: as ``sk.restore``.
+          CheckpointError: what was being written couldn't be; a checkpoint is damaged, or the target differs from it.
           ValueError: another ``damaged``.
         """
         if damaged not in ("error", "previous"):
@@ -176,12 +179,24 @@ class Checkpointer:
         return target, 0
 
     def restore(self, target: Any, step: int | None = None) -> Any:
-        """As ``sk.restore`` from this folder, once what is being written is there."""
+        """The tree of a checkpoint in this folder, as a target has it, once what is being written is there.
+
+        Args:
+          target: a tree of the saved one's names, shapes and dtypes, as ``sk.restore`` takes it.
+          step: which one; None: the newest.
+
+        Returns:
+          The tree, with the target's structure, meshes and placements.
+
+        Raises:
+          CheckpointError: there's no such checkpoint, it's damaged, or the target differs from it; what was being
+            written couldn't be.
+        """
         self.wait()
         return restore_step(self.path, target, step, partial=False, verify=True)[0]
 
     def wait(self) -> None:
-        """Until what is being written is there.
+        """Waits until what is being written is there.
 
         Raises:
           CheckpointError: it could not be written.
@@ -203,7 +218,11 @@ class Checkpointer:
                 delete_old(self._path, self._keep)
 
     def close(self) -> None:
-        """Wait, and stop to listen for SIGTERM."""
+        """Waits until what is being written is there, and listens for SIGTERM no more; a second time does nothing.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
         if self._closed:
             return
         self._closed = True

@@ -77,7 +77,9 @@ def shard_dataloader(
       A ``DataLoader``.
 
     Raises:
-      ValueError, TypeError: input, sizes or options that don't fit; see ``shard_batch``.
+      ValueError: sizes, options or placements that don't fit, a Partial, no mesh; of what an iterator gives, in
+        ``next``.
+      TypeError: neither records nor batches, a leaf that isn't numeric.
       ProcessMismatchError: processes differ; it says who and in what.
 
     Example:
@@ -112,11 +114,14 @@ def shard_dataloader(
 
 
 class DataLoader:
-    """Batches of global arrays, one after another; ``shard_dataloader`` makes it.
+    """Batches of global arrays, one after another; ``sk.shard_dataloader`` makes it.
 
     Its own iterator: it goes on where it was, and gives nothing more at its end (``epochs=`` says how often records
     come; ``set_state`` goes back). An error of the dataset comes out of ``next`` with the traceback of the thread,
     again and again until a state is set.
+
+    Raises:
+      ValueError: in ``next`` and ``set_state``, after ``close``.
 
     Example:
       >>> import numpy as np, shardkit as sk
@@ -179,6 +184,12 @@ class DataLoader:
         The same in all processes. With records it holds for any number of processes and devices. With iterators all
         processes must call it together: it holds what the iterator of each says of itself (``get_state``, as grain's
         have). Those without are restarted, and as many batches skipped, which takes the time of loading them.
+
+        Returns:
+          A dict of numbers, text, lists and dicts, to be kept beside a checkpoint.
+
+        Raises:
+          ProcessMismatchError: with iterators, processes were delivered different numbers of batches.
         """
         return self._source.state_of(self._place, f"{self._channel} get_state")
 

@@ -58,8 +58,12 @@ def exchange(channel: str, said: Any, *, timeout: float = TIMEOUT) -> list[Any]:
       said: anything that JSON can hold.
       timeout: how long to wait for the others, in seconds.
 
+    Returns:
+      A list with one entry a process, the one of this process among them, as JSON gives it back.
+
     Raises:
       MissingProcessError: in every process that came; it names those that didn't.
+      TypeError: something that JSON can't hold.
 
     Example:
       >>> from shardkit.hosts import exchange

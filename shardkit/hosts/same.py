@@ -37,6 +37,7 @@ def check_same(tree: Any, what: str = "tree", *, values: bool = False) -> None:
     Raises:
       ProcessMismatchError: it names processes, leaf, and what each has.
       MissingProcessError: a process didn't call it.
+      TypeError: called within jit.
 
     Example:
       >>> import numpy as np

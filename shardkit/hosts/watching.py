@@ -68,14 +68,15 @@ def watch(
         ``sk.progress`` within. It has to be the same in all processes, as the following.
       dead_timeout: seconds of silence; and how long others may go on after one failed. A library that holds Python's
         lock for so long looks dead. More than JAX's ``heartbeat_timeout_seconds`` is of no use.
-      interval: seconds between words.
+      interval: seconds between two signs of life.
       process, processes: which one this is, of how many. None: JAX is asked, which starts its devices.
 
     Returns:
       The watch, to be closed; None in a process alone.
 
     Raises:
-      ValueError: a time that isn't positive, or a ``dead_timeout`` of less than three intervals.
+      ValueError: a time that isn't positive, a ``dead_timeout`` of less than three intervals, only one of ``process``
+        and ``processes``.
 
     Example:
       >>> from shardkit.hosts import watch
@@ -105,6 +106,8 @@ def watch(
 
 class Watch:
     """Two threads that watch over the other processes, and say to them how this one is.
+
+    Started by ``shardkit.hosts.watch``.
 
     Example:
       >>> from shardkit.hosts import Watch, watch

@@ -48,6 +48,7 @@ def assert_collectives(
       in_loop: the count of collectives of any kind inside loops.
       max_bytes: the largest result, in bytes on one device, that any collective may have.
       axis: restricts all counts, and max_bytes, to one axis, or a tuple of axes.
+      **kwargs: none: an unknown keyword is an error, with the ones that are near it.
 
     Returns:
       The report, for further checks.
@@ -59,8 +60,8 @@ def assert_collectives(
       ValueError: a bad count, an axis that is not in the mesh, or nothing to check.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> len(assert_collectives(jnp.sum, jnp.ones(8), all_gather=0, all_reduce=(None, 1)))
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> len(sk.assert_collectives(jnp.sum, jnp.ones(8), all_gather=0, all_reduce=(None, 1)))
       0
     """
     if kwargs:

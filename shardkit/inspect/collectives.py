@@ -31,10 +31,11 @@ def collectives(fun: Any, *args: Any, mesh: compiling.AnyMesh | None = None, **k
     Raises:
       TypeError: `fun` is not a function or program.
       ValueError: `mesh` does not have the program's number of devices.
+      RuntimeError: the backend gives no text of the compiled program.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> print(collectives(jnp.sum, jnp.ones(8)))
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> print(sk.collectives(jnp.sum, jnp.ones(8)))
       No collectives: every device works alone.
     """
     program = compiling.compile_program(fun, args, kwargs)

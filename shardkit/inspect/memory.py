@@ -89,8 +89,8 @@ def memory(fun: Any, *args: Any, **kwargs: Any) -> MemoryReport:
       RuntimeError: the backend has no memory analysis.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> memory(jnp.cos, jnp.ones((256,), jnp.float32)).arguments
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> sk.memory(jnp.cos, jnp.ones((256,), jnp.float32)).arguments
       1024
     """
     compiled = compiling.compile_program(fun, args, kwargs).compiled

@@ -28,7 +28,10 @@ class Collective:
         axes, or the mesh is not known.
       shapes: element type and dimensions of the results on one device.
       result_bytes: bytes of the results on one device, without the padding of tiled layouts.
-      bytes: bytes one device receives in one run (see `wire_bytes` for the formulas).
+      bytes: bytes one device receives in one run, by the ring algorithms: of `R` result_bytes and `n` devices a
+        group, `R (n - 1) / n` for all_gather and all_to_all, `R (n - 1)` for reduce_scatter, twice `R (n - 1) / n`
+        for all_reduce, `R` for permutes and broadcasts. Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization
+        of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005.
       group_size: devices that exchange with each other; for a permute, those in its longest chain.
       groups: the groups, or the (source, target) pairs of a permute without those that stay in place,
         as positions in the device assignment (`mesh.devices.flat`).
@@ -86,10 +89,13 @@ class CollectiveReport:
       mesh_axes: (name, size) of each axis of the mesh that `axes` refer to, or None if none was found.
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> report = sk.collectives(jnp.sum, jnp.ones(8))
-      >>> len(report), report.count("all_reduce"), report.bytes()
-      (0, 0, 0)
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = sk.make_mesh({"dp": jax.device_count()})
+      >>> x = sk.shard_tensor(jnp.ones(8 * mesh.size), {"dp": sk.Shard(0)}, mesh)
+      >>> report = sk.collectives(jnp.sum, x)
+      >>> n = report.count("all_reduce", axis="dp")  # one, if there are several devices
+      >>> n == len(report) == (mesh.size > 1), report.bytes() == n * int(2 * 4 * (mesh.size - 1) / mesh.size)
+      (True, True)
     """
 
     entries: tuple[Collective, ...]
@@ -111,10 +117,13 @@ class CollectiveReport:
         """Number of collectives; one in a loop counts once.
 
         Args:
-          kind: only of this kind; None for all.
+          kind: only of this kind, such as "all_gather"; None for all.
           axis: a name: only those that run over this axis, alone or together with others. A tuple of
             names: only those that run over exactly these axes.
           in_loop: only those inside (True) or outside (False) loops.
+
+        Returns:
+          How many there are.
 
         Raises:
           ValueError: an unknown kind or axis, or an axis is given and no mesh is known.
@@ -130,7 +139,17 @@ class CollectiveReport:
     ) -> int:
         """Bytes that one device receives, each collective once however often its loop runs.
 
-        Args and errors are those of `count`.
+        Args:
+          kind: only of this kind, such as "all_gather"; None for all.
+          axis: a name: only those that run over this axis, alone or together with others. A tuple of
+            names: only those that run over exactly these axes.
+          in_loop: only those inside (True) or outside (False) loops.
+
+        Returns:
+          The sum over these collectives, in bytes.
+
+        Raises:
+          ValueError: an unknown kind or axis, or an axis is given and no mesh is known.
         """
         return sum(entry.bytes for entry in self.select(kind, axis=axis, in_loop=in_loop))
 
@@ -139,7 +158,7 @@ class CollectiveReport:
         return dict(Counter(entry.kind for entry in self.entries))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, ready for `json.dumps` if the axis names are strings."""
+        """The report as plain dicts and lists, ready for `json.dumps` if the axis names are strings."""
         return {
             "mesh": None if self.mesh_axes is None else dict(self.mesh_axes),
             "collectives": [_plain(dataclasses.asdict(entry)) for entry in self.entries],
@@ -152,7 +171,20 @@ class CollectiveReport:
         axis: Hashable | tuple[Hashable, ...] | None = None,
         in_loop: bool | None = None,
     ) -> tuple[Collective, ...]:
-        """The collectives that `count` counts. Args and errors are those of `count`."""
+        """Some of the collectives.
+
+        Args:
+          kind: only of this kind, such as "all_gather"; None for all.
+          axis: a name: only those that run over this axis, alone or together with others. A tuple of
+            names: only those that run over exactly these axes.
+          in_loop: only those inside (True) or outside (False) loops.
+
+        Returns:
+          Those collectives, in the order of the program.
+
+        Raises:
+          ValueError: an unknown kind or axis, or an axis is given and no mesh is known.
+        """
         if kind is not None and kind not in KINDS:
             raise ValueError(f"unknown kind of collective {kind!r}; the kinds are {', '.join(KINDS)}")
         if axis is not None:

@@ -60,25 +60,26 @@ def initialize(
         Open MPI.
       cluster_detection_method: as in ``jax.distributed.initialize``, such as "mpi4py" or "deactivate".
       initialization_timeout: seconds to wait for all processes.
-      heartbeat_timeout_seconds: of silence after which JAX takes a process for dead, and aborts all.
-      shutdown_timeout_seconds: how long a process that ends waits for the others.
+      heartbeat_timeout_seconds: seconds of silence after which JAX takes a process for dead, and aborts all.
+      shutdown_timeout_seconds: how many seconds a process that ends waits for the others.
       coordinator_bind_address: where process 0 listens. None: all addresses of its machine, on the coordinator's port;
         the loopback alone if the coordinator's address is one of it.
       stuck_timeout: seconds without progress after which a process that the others wait for is taken for stuck, and
         all are ended (``shardkit.hosts.watch``). None: never.
-      dead_timeout: the same, of silence.
+      dead_timeout: seconds of silence after which a process is taken for dead, and all are ended.
 
     Raises:
       ValueError: the number of processes differs from what the launcher or the cluster says; not all is known; numbers
         or an address that can't be.
+      TypeError: a number that is none.
       RuntimeError: JAX has been used already, or is connected otherwise.
       shardkit.hosts.MissingProcessError: not all came in time.
       shardkit.hosts.ProcessMismatchError: two have one number, or were told different numbers of processes.
       shardkit.launch.PortTakenError: in process 0: something listens at the coordinator's port.
 
     Example:
-      >>> import jax
-      >>> initialize()  # a process alone
+      >>> import jax, shardkit as sk
+      >>> sk.initialize()  # a process alone
       >>> jax.process_count()
       1
     """

@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class PortTakenError(OSError):
-    """Something else listens there.
+    """Something else listens at the port that a job's coordinator was to have.
 
     Example:
       >>> import socket, sys

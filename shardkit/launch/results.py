@@ -8,13 +8,13 @@ import signal
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """One process.
+    """How one process of a run ended.
 
     Attributes:
       process: its number.
       status: its exit status; the negative number of the signal that killed it; None if it still ran.
-      stdout: what it wrote, if that was captured.
-      stderr: the same.
+      stdout: what it wrote to the output stream, if that was captured.
+      stderr: what it wrote to the error stream, if that was captured.
 
     Example:
       >>> from shardkit.launch import Ended
@@ -30,7 +30,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All processes of a run.
+    """How all processes of a run ended; ``shardkit.launch.run`` returns it.
 
     Attributes:
       processes: in their order.
@@ -63,7 +63,7 @@ class Result:
         return 0
 
     def check(self) -> Result:
-        """This, if all ended well.
+        """This result, if all ended well.
 
         Raises:
           ProcessFailedError: one didn't. It says which, and what all have written.
@@ -101,7 +101,7 @@ class Result:
 
 
 class ProcessFailedError(RuntimeError):
-    """A process of a run failed. Its ``result`` says how all of them ended.
+    """A process of a run failed, as ``Result.check()`` found. Its ``result`` says how all of them ended.
 
     Example:
       >>> import sys
@@ -119,7 +119,9 @@ class ProcessFailedError(RuntimeError):
 
 
 class RunTimeoutError(TimeoutError):
-    """A run took longer than it may. Its ``result`` says which processes had ended, and what all have written.
+    """A run took longer than the ``timeout`` of ``shardkit.launch.run(...)``.
+
+    Its ``result`` says which processes had ended, and what all have written.
 
     Example:
       >>> import sys

@@ -57,7 +57,8 @@ def dynamic_loss_scale(
     float32 in place of shorter floats: its state is kept in float32, and updates come back as such
     (``optax.apply_updates`` gives them the dtype of the parameters). Extra arguments are handed on as they are.
 
-    The algorithm is that of P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+    The algorithm is that of P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2
+    (https://arxiv.org/abs/1710.03740).
 
     Args:
       tx: any optax transformation.

@@ -17,6 +17,12 @@ class MasterWeightsState(NamedTuple):
     Attributes:
       master: the parameters in the long dtype.
       inner: the state of the optimizer within.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardkit as sk
+      >>> state = sk.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
+      >>> state.master.dtype.name
+      'float32'
     """
 
     master: Any
@@ -31,6 +37,8 @@ def master_weights(tx: optax.GradientTransformation, dtype: Any = jnp.float32) -
     devices, 4 + 12 / n bytes a parameter. ``gather_dtype`` there may be the parameters' own: what a rounded update
     leaves undone the next one makes up for. Wrappers that may leave a step out (``optax.apply_if_finite``) belong
     inside.
+
+    Source: P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1, https://arxiv.org/abs/1710.03740.
 
     Args:
       tx: any optax transformation.

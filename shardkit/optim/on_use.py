@@ -136,6 +136,13 @@ def gather_on_use(fun: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       fun: a function of parameters and whatever else, with trees as arguments.
 
+    Returns:
+      A function of the same arguments, which gives what ``fun`` gives.
+
+    Raises:
+      ValueError: in the call, a parameter of which a dim that devices share has been taken apart, by ``lax.scan``, say
+        (``sk.shard_params(..., first_dim=1)``).
+
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk
       >>> mesh = sk.make_mesh({"dp": 1})

@@ -62,7 +62,8 @@ def reduce_gradients(
       The tree, of arrays.
 
     Raises:
-      ValueError: unknown ``fuse``, ``axis`` not on the mesh, leaves on different meshes, a Partial of another kind.
+      ValueError: unknown ``fuse``, ``axis`` not on the mesh, no mesh, leaves on different meshes, a Partial of another
+        kind, mesh axes that are manual here.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -55,16 +55,18 @@ def shard_optimizer(
     """An optax optimizer whose state is sharded over a mesh axis; the numbers are those of one device.
 
     Gradients are reduced all together (``sk.reduce_gradients``), ``tx`` runs on sharded arrays in global view, so that
-    norms and whole matrices are right, and updates come back where the parameters live.
+    norms and whole matrices are right, and updates come back where the parameters live. Source: S. Rajbhandari et al.,
+    "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, https://arxiv.org/abs/1910.02054.
 
     Args:
       tx: any optax transformation.
       stage: ``sk.ShardingStage1(axis)``, ``2`` or ``3``.
       fuse: how Partial gradients are reduced: "reduce_scatter", or "all_reduce" (stage 1 only).
-      bucket_bytes: see ``sk.reduce_gradients``.
+      bucket_bytes: leaves are reduced together up to about so many bytes a device and collective; 0: each by itself;
+        None: what is best on the platform.
       gather_dtype: updates travel back in this dtype (bfloat16, say); None: in their own.
       mesh: else that of the parameters, or the ambient one.
-      reduce_dtype: see ``sk.reduce_gradients``.
+      reduce_dtype: sums of shorter floats are taken in this dtype (float32, say); None: in their own.
       param_placements: where the parameters live, in their structure: placements in any form, shardings, or the arrays.
         None: read from those that ``init`` is given, which within ``jit`` works on Explicit axes only (and else takes
         them for replicated).
@@ -75,9 +77,9 @@ def shard_optimizer(
       mesh) ``init`` describes the state; ``jax.eval_shape(tx.init, params)`` would lose the shardings.
 
     Raises:
-      ValueError: unknown ``fuse``, an axis that the mesh doesn't have, no mesh, gradients that don't match the
-        parameters.
-      TypeError: ``stage`` is none.
+      ValueError: unknown ``fuse``, "all_reduce" with stage 2 or 3, an axis that the mesh doesn't have, no mesh,
+        gradients that don't match the parameters.
+      TypeError: ``stage`` is none, ``tx`` is no optax transformation.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardkit as sk

@@ -56,6 +56,17 @@ def shard_params(params: Any, axis: str, mesh: AnyMesh | None = None, *, first_d
 def unshard_params(params: Any, axis: str, mesh: AnyMesh | None = None) -> Any:
     """The parameters of ``sk.shard_params`` whole again along the axis, as a model outside training takes them.
 
+    Args:
+      params: a tree as ``sk.shard_params`` returns it.
+      axis: the mesh axis that cuts the parameters. What other axes cut stays cut.
+      mesh: else that of the parameters, or the ambient one.
+
+    Returns:
+      The tree with its leaves whole along ``axis`` (an all-gather each).
+
+    Raises:
+      ValueError: an axis that the mesh doesn't have, no mesh.
+
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
       >>> mesh = sk.make_mesh({"dp": 1})

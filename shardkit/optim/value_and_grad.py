@@ -35,7 +35,7 @@ def value_and_grad(
     gather_dtype: Any = None,
     keys: str = "split",
 ) -> Callable[..., Any]:
-    """As ``jax.value_and_grad``, each device on its part of the batch; gradients come out Partial.
+    """``jax.value_and_grad`` with each device on its part of the batch; gradients come out Partial.
 
     ``fun`` runs on each device's part, with ``batch_axes`` manual and every other mesh axis left to the compiler.
     Nothing but the value is reduced: ``sk.reduce_gradients`` reduces the gradients, all together.

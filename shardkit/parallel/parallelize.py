@@ -56,8 +56,9 @@ def parallelize(
       The model, or ``(model, optimizer)``.
 
     Raises:
-      ValueError: see ``strict``; a mesh axis the mesh doesn't have; two plans that fight over a layer or a parameter;
-        sizes or heads that don't divide; unknown keys of ``config``.
+      ValueError: a pattern that matches nothing or a wrong layer (``strict``); a mesh axis the mesh doesn't have; two
+        plans that fight over a layer or a parameter; sizes or heads that don't divide; unknown keys of ``config``;
+        neither or both of ``plan`` and ``config``; an ``optimizer`` without ``config``.
       TypeError: no model, or not a plan object.
 
     Example:

@@ -38,8 +38,9 @@ def parallelize_params(
       The tree.
 
     Raises:
-      ValueError: a rule that matches nothing, placements with an axis that the mesh doesn't have, dims that don't exist
-        or that the axis doesn't divide (the parameter is named).
+      TypeError: rules that are no mapping.
+      ValueError: a rule that matches nothing, a Partial, placements with an axis that the mesh doesn't have, dims that
+        don't exist or that the axis doesn't divide (the parameter is named).
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -19,8 +19,11 @@ class ReshardStep:
       kind: "slice", "contribute" or "relabel" (nothing is communicated), "all_gather", "all_to_all", "psum", "pmax",
         "pmin", "psum_scatter", "ppermute", or "transfer" (between meshes).
       axes: the mesh axes it runs over; "x/2:4" is the part of size 4 of axis x that counts in steps of 2.
-      bytes: what one device receives, in bytes (``reshard.cost.wire_bytes``).
-      peak_bytes: what one device holds during it: its input and its result.
+      bytes: what one device receives, in bytes: of a result of ``R`` bytes on one device and ``n`` devices,
+        ``R (n - 1) / n`` for all_gather and all_to_all, ``R (n - 1)`` for psum_scatter, ``2 R (n - 1) / n`` for psum,
+        pmax and pmin, ``R`` for ppermute. Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
+        Communication Operations in MPICH", IJHPCA 19(1), 2005.
+      peak_bytes: what one device holds during it, in bytes: its input and its result.
       before, after: the layouts it leads from and to, as text: the axes that cut each dim, "-" where none does.
       collective: the kind that ``sk.collectives`` calls it by in the compiled program; None if there's none.
       reduce: what a device does with the contributions it receives, where the collective doesn't.

@@ -88,7 +88,9 @@ def plan_reshard(
 
     Found by a search over layouts whose steps are local slices, all_gather, all_to_all, psum and its kin,
     psum_scatter and ppermute, over one mesh axis, several at once, or parts of axes. Costs are compared in the order:
-    bytes that one device receives, number of collectives, peak memory. ``sk.reshard`` runs exactly this.
+    bytes that one device receives, number of collectives, peak memory. ``sk.reshard`` runs exactly this. The search is
+    A* (P. Hart, N. Nilsson, B. Raphael, "A Formal Basis for the Heuristic Determination of Minimum Cost Paths", IEEE
+    Trans. SSC 4(2), 1968); ``ReshardStep`` says how bytes are counted.
 
     Between meshes over the same devices in the same order nothing is special; between others the plan has what the
     source mesh does, the transfer, and what the destination mesh does.
@@ -105,8 +107,8 @@ def plan_reshard(
       A ``ReshardPlan`` with ``.steps`` and ``.bytes_per_device``; print it.
 
     Raises:
-      ValueError: dim out of range, an axis the mesh doesn't have, Partial axes of two kinds, a dtype that has no
-        such reduction.
+      ValueError: no mesh, dim out of range, an axis the mesh doesn't have, Partial axes of two kinds.
+      TypeError: a shape that is no tuple of sizes, a dtype that has no such reduction.
 
     Example:
       >>> import jax, shardkit as sk

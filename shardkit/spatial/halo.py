@@ -25,10 +25,11 @@ def halo_exchange(
 
     With blocks of ``b`` elements, shard ``i`` gets elements ``[i*b - before, (i+1)*b + after)`` of the
     dim, continued over both ends as ``mode`` says. Halos wider than a block take several hops. The
-    gradient is the reverse exchange with addition.
+    gradient is the reverse exchange with addition. Source: R. Hewett, T. Grady, "A Linear Algebraic
+    Approach to Model Parallelism in Deep Learning", https://arxiv.org/abs/2006.03108.
 
     Args:
-      x: this device's block.
+      x: this device's block, of any shape; ``b`` elements in ``dim``.
       axis_name: the mesh axis (or axes, major first) that cuts the dim; must be manual here.
       dim: the array dim, negative counts from the last.
       before, after: elements to add on either side, >= 0.
@@ -45,7 +46,7 @@ def halo_exchange(
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = sk.make_mesh({"sp": 1})
+      >>> mesh = sk.make_mesh({"sp": 1})  # the neighbour around the ring is the device itself
       >>> f = lambda b: sk.halo_exchange(b, "sp", 0, 1, 1, mode="circular")
       >>> jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("sp"), out_specs=P("sp")))(jnp.arange(3))
       Array([2, 0, 1, 2, 0], dtype=int32)

@@ -30,7 +30,9 @@ def moments(
     Every device adds up its own elements (those of padded tails excluded), one all-reduce adds the
     sums, and the totals are divided by the number of logical elements. With ``fast_variance`` that
     one all-reduce carries both sums, and ``var = E[|x|^2] - |E[x]|^2``, clipped at zero; otherwise the
-    variance is of the differences to the mean, in a second all-reduce.
+    variance is of the differences to the mean, in a second all-reduce. Both forms are those of Flax's
+    norms (``use_fast_variance``); the norms are batch (https://arxiv.org/abs/1502.03167), layer
+    (https://arxiv.org/abs/1607.06450) and group norm (https://arxiv.org/abs/1803.08494).
 
     Args:
       x: an array or ``sk.Padded``; inside a manual region this device's block.
@@ -39,12 +41,13 @@ def moments(
         a channels-last array (``...DHWC``).
       keepdims: keep reduced dims with size 1.
       dtype: at least this precision is used; never below float32.
-      fast_variance: see above.
+      fast_variance: True: one all-reduce; False: two, and less rounding where the mean is large.
       mesh: else the mesh of ``x``, else the ambient one.
 
     Returns:
-      (mean, var), replicated over the reduced mesh axes. Dims that are cut but not reduced stay cut;
-      where one of them doesn't divide and the mesh is Explicit, they are ``Padded``.
+      (mean, var), of the shape of ``x`` without the reduced dims, replicated over the reduced mesh axes.
+      Dims that are cut but not reduced stay cut; where one of them doesn't divide and the mesh is Explicit,
+      they are ``Padded``.
 
     Raises:
       ValueError: a dim out of range or given twice, no element to average, a block of a Padded whose

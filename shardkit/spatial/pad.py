@@ -109,7 +109,8 @@ def ring_roll(x: Any, shift: Any, axis: Any = None, *, spatial_axes: Any, mesh: 
 
     Raises:
       ValueError: no axis (a roll of the flattened array moves elements between all dims), dims out of range,
-        shifts and dims of different numbers.
+        numbers of shifts and dims that don't go together, a shift that is no integer.
+      TypeError: a traced shift or axis.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

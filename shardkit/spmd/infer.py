@@ -18,14 +18,18 @@ def infer_placements(fun: Callable[..., Any], in_placements: Any, *, mesh: AnyMe
     """Where the outputs of a function would be, Partial included, if it were partitioned.
 
     Args:
-      fun, in_placements, mesh: as for ``sk.partition``.
+      fun: of pytrees of arrays, written for one device.
+      in_placements: placements in any form, once for all arguments; or a tuple with one entry an argument, each
+        placements or a pytree of them that is a prefix of the argument. None: as the arrays are.
+      mesh: else that of a ``Layout``/``NamedSharding`` placement, of an argument, or the ambient one.
 
     Returns:
       A function of the same arguments (``jax.ShapeDtypeStruct`` will do as arrays), which runs nothing and returns, in
       place of each output array, its placements in mesh-axis order.
 
     Raises:
-      As ``sk.partition``.
+      ValueError: in the call, placements that don't match the arguments, sizes that don't divide, no mesh.
+      NotImplementedError: in the call, host callbacks and other effects.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk
@@ -55,6 +59,15 @@ class GradientPlacement:
       partial_axes: those over which it's a sum of contributions.
       made_by: of each of these, the operation that made it so, and the user's line.
       bytes: of one device's contribution.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> report = sk.infer_gradient_placements(loss, {}, {"dp": sk.Shard(0)}, mesh=mesh)
+      >>> (gradient,) = report(jnp.ones((5, 3), "float32"), jnp.ones((8, 5), "float32")).gradients
+      >>> gradient.partial_axes, gradient.bytes, gradient.made_by["dp"].split()[0]
+      (('dp',), 60, 'dot_general')
     """
 
     name: str
@@ -77,6 +90,15 @@ class ReductionGroup:
       bytes: of all contributions of one device.
       mean_scale: what sums must be multiplied by, if each device takes the mean of its own examples (in the
         function as traced, a mean already divides by all of them).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> report = sk.infer_gradient_placements(loss, {}, {"dp": sk.Shard(0)}, mesh=mesh)
+      >>> (group,) = report(jnp.ones((5, 3), "float32"), jnp.ones((8, 5), "float32")).groups
+      >>> group.axes, group.size, group.bytes, group.mean_scale
+      (('dp',), 4, 60, 0.25)
     """
 
     axes: tuple[str, ...]
@@ -94,6 +116,14 @@ class GradientReport:
       gradients: one a parameter.
       groups: the reductions that a step needs, one a set of axes.
       tree: the gradients' placements, in a pytree like the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> report = sk.infer_gradient_placements(loss, {}, {"dp": sk.Shard(0)}, mesh=mesh)
+      >>> report(jnp.ones((5, 3)), jnp.ones((8, 5))).tree
+      (Partial(reduce='sum'),)
     """
 
     gradients: tuple[GradientPlacement, ...]
@@ -157,7 +187,7 @@ def infer_gradient_placements(
       loss: ``loss(params, *inputs)``, a scalar (or ``(scalar, aux)``, with ``has_aux``).
       param_placements: of the parameters, once or a pytree that is a prefix of them.
       input_placements: of the inputs, once for all or in a tuple of one entry an input. None: as the arrays are.
-      mesh: as for ``sk.partition``.
+      mesh: else that of a ``Layout``/``NamedSharding`` placement, of an argument, or the ambient one.
       has_aux: the loss returns something besides.
 
     Returns:
@@ -165,7 +195,9 @@ def infer_gradient_placements(
       ``GradientReport``.
 
     Raises:
-      As ``sk.partition``; TypeError: the loss is no scalar.
+      ValueError: in the call, placements that don't match the arguments, sizes that don't divide, no mesh.
+      NotImplementedError: in the call, host callbacks and other effects.
+      TypeError: in the call, the loss is no scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk

@@ -22,7 +22,7 @@ _tokens = itertools.count()
 
 
 def constrain(x: Any, placements: Placements | Layout) -> Any:
-    """Inside a partitioned function: where this value shall be.
+    """Says, inside a partitioned function, where a value shall be.
 
     As ``jax.lax.with_sharding_constraint``, but with Partial too: the value then stays unreduced up to here. What it's
     made of is placed to suit it. Its cotangent is asked to be at the same place (where that has no Partial).
@@ -127,7 +127,7 @@ on_mesh_p: jex_core.Primitive = jex_core.Primitive("sk_on_mesh")
 
 
 def on_mesh(x: Any, mesh: AnyMesh, placements: Placements | Layout) -> Any:
-    """Inside a partitioned function: from here on this value lives on another mesh.
+    """Says, inside a partitioned function, that from here on a value lives on another mesh.
 
     What is computed from it runs there: a stage of a pipeline, on devices of its own. Each crossing is two reshards,
     what the mesh that is left does and what the other one does, with the transfer between them; the cotangent goes

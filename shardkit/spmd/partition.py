@@ -43,6 +43,10 @@ def partition(
     reduced over a cut dim is Partial, passes through linear operations as such, and is reduced where that costs
     least. The result runs in one ``shard_map`` in which every mesh axis is manual.
 
+    Sources: Y. Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs",
+    https://arxiv.org/abs/2105.04663; the rules say which dims belong together as Shardy's do
+    (https://github.com/openxla/shardy, "Sharding propagation").
+
     Args:
       fun: of pytrees of arrays, written for one device. ``jax.grad`` and optax updates in it are operations like
         others; so are ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint``. ``sk.constrain`` and
@@ -98,7 +102,7 @@ class _Made:
 
 
 class Partitioned:
-    """A function with a placement for every value; see ``partition``.
+    """A function with a placement for every value, as ``sk.partition`` makes it.
 
     Calling it runs it. Works under ``jax.jit`` too.
 
@@ -131,6 +135,20 @@ class Partitioned:
         self._fast: dict[Any, _Made] = {}  # for arrays that are all where they enter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function on the mesh.
+
+        Args:
+          args, kwargs: as the function takes them. Arrays that live elsewhere than ``in_placements`` says are moved.
+
+        Returns:
+          What the function returns, placed as ``out_placements`` says: arrays, ``sk.Padded``, ``sk.PartialArray``.
+
+        Raises:
+          ValueError: placements that don't match the arguments, sizes that don't divide, no mesh; called inside
+            ``jax.shard_map``, or under another ambient mesh.
+          NotImplementedError: host callbacks and other effects; an operation without a rule (``unknown="error"``).
+          TypeError: static arguments that don't hash.
+        """
         leaves, tree = jax.tree.flatten((args, kwargs))
         kind = _kind(leaves, tree)
         if kind is not None and kind in self._fast:
@@ -145,13 +163,16 @@ class Partitioned:
         return jax.tree.unflatten(jax.tree.structure(made.results), results)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As the method of a jitted function: the program for XLA, for the machine its mesh is made of.
+        """The program for XLA, for the machine its mesh is made of, as ``lower`` of a jitted function gives it.
 
         Args:
           args, kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do as arrays.
 
         Returns:
           A ``jax.stages.Lowered``, which ``sk.collectives`` and ``sk.memory`` take, too.
+
+        Raises:
+          ValueError: the function runs on several meshes (``sk.on_mesh``).
         """
         stage = self._only_stage(args, kwargs)
         return stage.runnable().lower(*stage.described())
@@ -166,26 +187,58 @@ class Partitioned:
         return stages[0]
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As the method of a jitted function: a ``jax.stages.Traced``; see ``lower``."""
+        """The traced program, as ``trace`` of a jitted function gives it.
+
+        Args:
+          args, kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do as arrays.
+
+        Returns:
+          A ``jax.stages.Traced``.
+
+        Raises:
+          ValueError: the function runs on several meshes (``sk.on_mesh``).
+        """
         stage = self._only_stage(args, kwargs)
         return stage.runnable().trace(*stage.described())
 
     def leaf_names(self, *args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
-        """The paths of the arrays that go in, "params['w']", and of those that come out, in order."""
+        """The names of the arrays that go in and of those that come out.
+
+        Args:
+          args, kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do as arrays.
+
+        Returns:
+          Two lists of paths, "params['w']" and "result['loss']", in order.
+        """
         call, made = self._prepare(args, kwargs)
         outputs = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.flatten_with_path(made.results)[0]]
         return list(call.names), outputs
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
-        """The program for these arguments, without running it; ``jax.ShapeDtypeStruct`` will do as arrays.
+        """The program for these arguments, without running it.
+
+        Args:
+          args, kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do as arrays.
 
         Returns:
           A ``Program``: print it; ``.steps``, ``.reshards``, ``.bytes_per_device``, ``.to_dict()``.
+
+        Raises:
+          ValueError: placements that don't match the arguments, sizes that don't divide, no mesh; called inside
+            ``jax.shard_map``, or under another ambient mesh.
+          NotImplementedError: host callbacks and other effects; an operation without a rule (``unknown="error"``).
         """
         return self._prepare(args, kwargs)[1].program
 
     def inspect(self, *args: Any, **kwargs: Any) -> tuple[Program, Any]:
-        """The program, and the pytree of ``jax.ShapeDtypeStruct`` that the function returns."""
+        """The program for these arguments, and what it returns, without running it.
+
+        Args:
+          args, kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do as arrays.
+
+        Returns:
+          A ``Program``, and a pytree of ``jax.ShapeDtypeStruct`` in the structure of the function's result.
+        """
         made = self._prepare(args, kwargs)[1]
         return made.program, made.results
 

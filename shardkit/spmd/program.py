@@ -19,6 +19,8 @@ from shardkit.spmd.ready import Ready, ReadyStage
 class Program:
     """A function with a placement on every value. Print it to read it before and after.
 
+    Made by ``sk.Partitioned.program``.
+
     Attributes:
       mesh: that it runs on.
 
@@ -49,12 +51,12 @@ class Program:
 
     @property
     def reshards(self) -> tuple[ProgramReshard, ...]:
-        """What was inserted, in order. A crossing between meshes is two: one on either."""
+        """The reshards that were inserted, in order. A crossing between meshes is two: one on either."""
         return tuple(s.reshard for s in self.steps if s.reshard is not None)
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device receives in one run of the program (on several meshes: one device of each, together)."""
+        """Bytes that one device receives in one run of the program (on several meshes: one of each, together)."""
         crossing = sum(s.bytes for s in self.steps if s.reshard is not None and s.reshard.crosses)
         return sum(r.arrangement.bytes for r in self._stages) + crossing
 
@@ -66,7 +68,7 @@ class Program:
 
     @property
     def meshes(self) -> tuple[AnyMesh, ...]:
-        """Those that its stages run on, in order."""
+        """The meshes that its stages run on, in order."""
         found: list[AnyMesh] = []
         for ready in self._stages:
             if not any(same_place(ready.stage.mesh, known) for known in found):
@@ -75,6 +77,12 @@ class Program:
 
     def for_mesh(self, mesh: AnyMesh) -> Program:
         """What the devices of one mesh do: its stages, and of each crossing its half.
+
+        Args:
+          mesh: one of ``meshes``.
+
+        Returns:
+          A ``Program`` of that part.
 
         Raises:
           ValueError: nothing runs on that mesh.
@@ -88,12 +96,12 @@ class Program:
 
     @property
     def in_placements(self) -> tuple[tuple[Placement, ...], ...]:
-        """Of each input array."""
+        """The placements of each input array, in mesh-axis order."""
         return tuple(layout.placements for layout in self._ready.layouts)
 
     @property
     def out_placements(self) -> tuple[tuple[Placement, ...], ...]:
-        """Of each output array."""
+        """The placements of each output array, in mesh-axis order."""
         layouts = {i: la for r in self._ready.stages for i, la in zip(r.stage.results, r.outputs, strict=False)}
         return tuple(layouts[i].placements for i in range(len(layouts)))
 
@@ -108,7 +116,7 @@ class Program:
 
     @property
     def out_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of one device's block of each output array."""
+        """The shape of one device's block of each output array, in elements."""
         return tuple(block_shape(v.aval.shape, placed, r.arrangement.sizes) for r, v, placed in self._leaving)
 
     @property

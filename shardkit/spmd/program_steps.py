@@ -23,12 +23,19 @@ class ProgramStep:
       placements: where the value is, in mesh-axis order.
       where: the same in short: the axes that cut each dim, and what it's Partial over.
       source: the user's line.
-      bytes: what one device receives in one run of this step.
+      bytes: what one device receives in one run of this step, in bytes.
       collectives: how many it runs.
       times: how often the step runs (in loops).
       depth: how many functions it is in.
       note: what else there is to know: who made it Partial, a strategy that isn't the plain one.
       reshard: of a reshard, its plan and ends.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> program = sk.partition(jnp.sum, [sk.Shard(0)], mesh=mesh).program(jnp.ones(8, "float32"))
+      >>> [(step.kind, step.op, step.local_shape) for step in program.steps][:2]
+      [('input', '', (2,)), ('op', 'reduce_sum', ())]
     """
 
     kind: str
@@ -66,13 +73,20 @@ class ProgramReshard:
       value: the name of what is moved.
       src, dst: its placements before and after, in mesh-axis order.
       steps: those of the plan.
-      bytes: what one device receives, in one run.
+      bytes: what one device receives in one run, in bytes.
       collectives: the kinds it runs, as ``sk.collectives`` calls them.
       times: how often it runs.
       source: the line of the operation that needs it; "" for an output.
       made_by: of each Partial axis, the operation (and its line) that left the value Partial.
       plan: as ``sk.plan_reshard`` gives it.
       crosses: it's one half of a crossing between meshes (``sk.on_mesh``).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("dp",))
+      >>> program = sk.partition(jnp.sum, [sk.Shard(0)], mesh=mesh).program(jnp.ones(8, "float32"))
+      >>> [(reshard.src, reshard.dst, reshard.bytes) for reshard in program.reshards]
+      [((Partial(reduce='sum'),), (Replicate(),), 6)]
     """
 
     value: str

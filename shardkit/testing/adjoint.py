@@ -22,7 +22,8 @@ def assert_adjoint(
     """Checks ``<F x, y> = <x, F* y>``: what a data movement and its gradient must obey.
 
     Products are summed on the host in double precision, without conjugation: for complex numbers this is the transpose,
-    which is what JAX's derivatives are. Cast to real yourself for the conjugate one.
+    which is what JAX's derivatives are. Cast to real yourself for the conjugate one. Source: R. Hewett, T. Grady,
+    "A Linear Algebraic Approach to Model Parallelism in Deep Learning", https://arxiv.org/abs/2006.03108.
 
     Args:
       forward: a linear map.
@@ -35,7 +36,9 @@ def assert_adjoint(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> assert_adjoint(lambda x: jnp.roll(x, 1), lambda y: jnp.roll(y, -1), jnp.arange(4.0), jnp.arange(4.0) ** 2)
+      >>> from shardkit import testing
+      >>> x, y = jnp.arange(4.0), jnp.arange(4.0) ** 2
+      >>> testing.assert_adjoint(lambda x: jnp.roll(x, 1), lambda y: jnp.roll(y, -1), x, y)
     """
     with entered(the_mesh(x, y)):
         if transpose is None:

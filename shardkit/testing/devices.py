@@ -28,7 +28,8 @@ def simulate_devices(count: int) -> None:
 
     Example:
       >>> import jax
-      >>> simulate_devices(jax.device_count())  # as many as there are: nothing to do
+      >>> from shardkit import testing
+      >>> testing.simulate_devices(jax.device_count())  # as many as there are: nothing to do
     """
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"simulate_devices takes a number of devices, such as 8; got {count!r}")
@@ -78,7 +79,8 @@ def meshes(
 
     Example:
       >>> import jax
-      >>> [mesh_id(mesh) for mesh in meshes(("dp", "sp"), devices=[1])]
+      >>> from shardkit import testing
+      >>> [testing.mesh_id(mesh) for mesh in testing.meshes(("dp", "sp"), devices=[1])]
       ['dp1-sp1', 'dp1-sp1-explicit']
     """
     if isinstance(axes, str):
@@ -119,11 +121,18 @@ def splits(count: int, ways: int, *, every: bool = False) -> list[tuple[int, ...
 
 
 def mesh_id(mesh: Any) -> str | None:
-    """A readable id for pytest: "dp2-sp4", with "-explicit" (or "-mixed") where axes are. None for other things.
+    """A readable id of a mesh, for pytest: "dp2-sp4", with "-explicit" (or "-mixed") where axes are.
+
+    Args:
+      mesh: a ``Mesh`` or ``AbstractMesh``, or anything else that a test is parametrized with.
+
+    Returns:
+      The id; None for what is no mesh, so that pytest makes one of its own.
 
     Example:
       >>> import shardkit as sk
-      >>> mesh_id(sk.make_mesh({"dp": 1, "sp": 1})), mesh_id("not a mesh")
+      >>> from shardkit import testing
+      >>> testing.mesh_id(sk.make_mesh({"dp": 1, "sp": 1})), testing.mesh_id("not a mesh")
       ('dp1-sp1', None)
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -134,12 +143,22 @@ def mesh_id(mesh: Any) -> str | None:
 
 
 def entered(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """``with entered(mesh):`` sets an Explicit mesh, which eager operations on its arrays need; does nothing else.
+    """``with entered(mesh):`` sets an Explicit mesh, which eager operations on its arrays need.
+
+    Args:
+      mesh: one with Explicit axes is set (``jax.set_mesh``) unless another is; an Auto one, or None, changes nothing.
+
+    Returns:
+      A context manager.
 
     Example:
-      >>> import shardkit as sk
-      >>> with entered(sk.make_mesh({"dp": 1}, axis_types="explicit")):
-      ...     pass
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> from shardkit import testing
+      >>> mesh = sk.make_mesh({"dp": 1}, axis_types="explicit")
+      >>> x = sk.shard_tensor(jnp.arange(4.0), {"dp": sk.Shard(0)}, mesh)
+      >>> with testing.entered(mesh):
+      ...     float(jnp.sum(x + 1))
+      10.0
     """
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     return jax.set_mesh(mesh) if explicit and ambient_mesh() is None else contextlib.nullcontext()  # type: ignore[arg-type]

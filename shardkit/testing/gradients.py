@@ -60,8 +60,9 @@ def assert_same_gradients(
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
+      >>> from shardkit import testing
       >>> x, w = jnp.arange(16.0).reshape(8, 2), jnp.ones(2)
-      >>> assert_same_gradients(lambda w, x: jnp.mean((x @ w) ** 2), w, x, placements=({}, {"dp": sk.Shard(0)}))
+      >>> testing.assert_same_gradients(lambda w, x: jnp.mean((x @ w) ** 2), w, x, placements=({}, {"dp": sk.Shard(0)}))
     """
     given = _by_argument(placements, args)
     names = list(dict.fromkeys(name for leaf in given for _, p in leaf for name in p))

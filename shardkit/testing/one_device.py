@@ -37,8 +37,9 @@ def on_one_device(fun: Callable[..., Any], *, keep_axes: bool = False) -> Callab
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
+      >>> from shardkit import testing
       >>> x = sk.shard_tensor(jnp.arange(3), {"dp": sk.Shard(0)}, sk.make_mesh({"dp": 1}), uneven="pad")
-      >>> on_one_device(lambda x: x[::-1])(x).tolist()
+      >>> testing.on_one_device(lambda x: x[::-1])(x).tolist()
       [2, 1, 0]
     """
     if isinstance(fun, Partitioned):

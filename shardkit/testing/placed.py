@@ -30,8 +30,9 @@ def assert_placements(x: Any, placements: Any, mesh: AnyMesh | None = None) -> N
 
     Example:
       >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> from shardkit import testing
       >>> x = sk.shard_tensor(jnp.ones((2, 4)), {"sp": sk.Shard(1)}, sk.make_mesh({"sp": 1}))
-      >>> assert_placements({"w": x}, jax.P(None, "sp"))
+      >>> testing.assert_placements({"w": x}, jax.P(None, "sp"))
     """
     leaves = jax.tree.leaves_with_path(x, is_leaf=is_whole)
     texts = []

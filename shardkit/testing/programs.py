@@ -20,7 +20,7 @@ def assert_same_collectives(
 
     Args:
       fun: a function, jitted or not, as ``sk.collectives`` takes it; or a ``CollectiveReport``.
-      other: the one it is compared with: the same.
+      other: the one it is compared with: a function, or a ``CollectiveReport``.
       *args: arguments of both: arrays, or ``jax.ShapeDtypeStruct``s with shardings.
       mesh: the mesh whose axes are named, if it can't be found from the arguments.
       by: what must agree: of "kind", "reduction" (add, max, ...), "axes", "bytes" (that one device receives) and
@@ -35,7 +35,8 @@ def assert_same_collectives(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> len(assert_same_collectives(jnp.sum, jnp.max, jnp.ones(8)))
+      >>> from shardkit import testing
+      >>> len(testing.assert_same_collectives(jnp.sum, jnp.max, jnp.ones(8)))
       0
     """
     unknown = [name for name in by if name not in FIELDS]

@@ -40,8 +40,9 @@ def assert_same_as_one_device(
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
+      >>> from shardkit import testing
       >>> x = sk.shard_tensor(jnp.arange(8.0), {"dp": sk.Shard(0)}, sk.make_mesh({"dp": 1}))
-      >>> float(assert_same_as_one_device(jnp.sum, x))
+      >>> float(testing.assert_same_as_one_device(jnp.sum, x))
       28.0
     """
     # First, as fun may donate its arguments.

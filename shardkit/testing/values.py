@@ -38,7 +38,8 @@ def assert_same_values(
 
     Example:
       >>> import jax.numpy as jnp, numpy as np
-      >>> assert_same_values({"w": jnp.ones(3)}, {"w": np.ones(3, "float32")})
+      >>> from shardkit import testing
+      >>> testing.assert_same_values({"w": jnp.ones(3)}, {"w": np.ones(3, "float32")})
     """
     tolerance = Tolerance(rtol, atol)
     found, found_tree = jax.tree.flatten_with_path(got, is_leaf=is_whole)

@@ -415,3 +415,11 @@ def test_the_ambient_mesh_makes_and_places():
     assert specs(shapes)["up/kernel"] == P(None, "tp")
     kept = sk.parallelize(NnxMLP(nnx.Rngs(0)), plan, described)
     assert isinstance(kept.up.kernel.get_raw_value(), jax.Array)
+
+
+@pytest.mark.parametrize("name", ["min_size", "first_dim"])
+def test_fully_shard_counts_from_zero(name):
+    with pytest.raises(ValueError, match=f"FullyShard: {name}=-1 must be 0 or more"):
+        sk.FullyShard("dp", **{name: -1})
+    with pytest.raises(TypeError, match=f"FullyShard: {name} is a number, 0 or more; got 1.5"):
+        sk.FullyShard("dp", **{name: 1.5})

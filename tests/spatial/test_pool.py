@@ -437,6 +437,7 @@ def test_bad_input_is_named(changes, message):
         ({"x": (np.ones(8), np.ones(8))}, TypeError, "reduces one array, got a tuple of operands"),
         ({"init_value": np.zeros(3)}, TypeError, "init_value must be a scalar, got shape (3,)"),
         ({"init_value": np.float32(0)}, TypeError, "init_value is float32, x is float64; give both one dtype"),
+        ({"init_value": 1j}, TypeError, "init_value is complex128, x is float64; give both one dtype"),
         ({"computation": lambda a, b: a < b}, TypeError, "must map two float64 scalars to one"),
         ({"x": np.ones(8, np.int32), "init_value": -np.inf}, TypeError, "init_value=-inf is not a value of int32"),
         ({"window_dimensions": (2, 2)}, ValueError, "window_dimensions=(2, 2) has 2 entries for 1 dims"),

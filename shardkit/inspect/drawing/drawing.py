@@ -31,7 +31,14 @@ class Drawing:
     subject: Subject
 
     def to_text(self, width: int = 100) -> str:
-        """Plain text in about ``width`` characters; rows and columns that don't fit are left out in the middle."""
+        """Plain text; rows and columns that don't fit are left out in the middle.
+
+        Args:
+          width: about so many characters a line.
+
+        Returns:
+          The text, in several lines.
+        """
         return terminal.to_text(self.subject, width)
 
     def to_dict(self) -> dict[str, Any]:

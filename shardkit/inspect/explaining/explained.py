@@ -12,12 +12,13 @@ from shardkit.inspect.report import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A collective, and what it is for.
+    """A collective, and what it is for: an entry of ``sk.explain(...).collectives``.
 
     Attributes:
-      collective: see ``sk.Collective``.
-      purpose: one of ``PURPOSES``.
-      what: what exactly.
+      collective: an ``sk.Collective``.
+      purpose: "halo", "gradient reduction", "parameter gather", "attention", "reduction", "reshard" or "unexplained"
+        (nothing in the program asks for it).
+      what: what exactly, in words: the parameter, the operation.
       seconds: an estimate for all its runs in a step; None where the hardware isn't in the table.
 
     Example:
@@ -40,7 +41,7 @@ class Explained:
 
     @property
     def bytes(self) -> int:
-        """What one device receives in a step: all runs."""
+        """Bytes that one device receives in a step: all runs."""
         return self.collective.bytes * self.runs
 
 

@@ -29,7 +29,8 @@ class Explanation:
       device_kind: as JAX names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
       devices, hosts: how many.
       mesh_axes: (name, size) of each mesh axis, or None if no mesh was found.
-      inputs, outputs: their placements.
+      inputs, outputs: of each array ``.name``, ``.dtype``, ``.shape``, ``.local_shape`` and ``.bytes`` (of one device's
+        block), and ``.where`` it lives.
       collectives: each with its purpose.
       memory: of one device; None where the compiler doesn't analyse it.
       capacity: bytes of memory of one device; None: unknown.
@@ -38,8 +39,9 @@ class Explanation:
       flops_exact: no loop of unknown length, no choice between branches was in it.
       compiler_flops: what the compiler counts for one device, a loop's body once, elementwise operations too; None
         where it doesn't.
-      estimate: seconds at best; None for hardware that isn't in the table.
-      compile_seconds: what tracing and XLA took.
+      estimate: seconds a step at best: ``.compute``, ``.memory`` and ``.communication``, each at the peak that the data
+        sheet says (``.source``); None for hardware that isn't in the table.
+      compile_seconds: what tracing and XLA took, in seconds.
       notes: what else there is to know.
       refusal: why there is no compiled program: the compiler's words on memory that doesn't suffice. Nothing is known
         of its collectives then.
@@ -76,7 +78,7 @@ class Explanation:
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device receives in a step; a collective in a loop counts as often as the loop is known to run."""
+        """Bytes that one device receives in a step; a collective in a loop counts as often as that is known to run."""
         return sum(e.bytes for e in self.collectives)
 
     @property
@@ -95,6 +97,13 @@ class Explanation:
 
     def of(self, purpose: str) -> tuple[Explained, ...]:
         """The collectives of one purpose.
+
+        Args:
+          purpose: "halo", "gradient reduction", "parameter gather", "attention", "reduction", "reshard" or
+            "unexplained".
+
+        Returns:
+          An ``Explained`` each, in the order of the program.
 
         Raises:
           ValueError: there is no such purpose.

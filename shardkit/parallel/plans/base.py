@@ -47,6 +47,14 @@ def check_axis_name(plan: Any, axis: Any) -> None:
         raise TypeError(f'{type(plan).__name__}: axis is the name of a mesh axis, for example "tp"; got {axis!r}')
 
 
+def check_count(plan: Any, name: str, count: Any) -> None:
+    """Raises TypeError where it's no number, ValueError where it's below 0."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{type(plan).__name__}: {name} is a number, 0 or more; got {count!r}")
+    if count < 0:
+        raise ValueError(f"{type(plan).__name__}: {name}={count} must be 0 or more")
+
+
 def check_dim(plan: Any, dim: Any) -> None:
     """Raises TypeError where a dim is no number, ValueError where it's counted from the back."""
     if isinstance(dim, bool) or not isinstance(dim, int):

@@ -18,7 +18,11 @@ class ConvParallel(LayerPlan):
     Args:
       axis: mesh axis, e.g. "sp"; or a mapping of mesh axis to dim for several,
         ``{"sh": "H", "sw": "W"}`` (then ``dim`` is left out; the mapping may be given as ``dim`` too).
-      dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number.
+      dim: the spatial dim it cuts: "D", "H" or "W" of a channels-last array, or a number. None: "W".
+
+    Raises:
+      ValueError: no axis, an unknown dim, dims named by both arguments.
+      TypeError: an axis that is no name or tuple of names.
 
     On a module of nnx that holds such layers: all of it runs as one ``sk.spatial.region``, its values in blocks from
     its first layer to its last, or layer by layer where that can't be, which it says. On layers of nnx and linen:
@@ -28,9 +32,13 @@ class ConvParallel(LayerPlan):
     wrap may be sharded.
 
     Example:
-      >>> import shardkit as sk
-      >>> sk.ConvParallel({"sh": "H", "sw": "W"}).dims
-      (('sh', 'H'), ('sw', 'W'))
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> from flax import nnx
+      >>> conv, n = nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0)), jax.device_count()
+      >>> conv = sk.parallelize(conv, {"": sk.ConvParallel("sp", dim="W")}, sk.make_mesh({"sp": n}))
+      >>> y = conv(jnp.ones((2, 8, 8 * n, 3)))
+      >>> y.sharding.shard_shape(y.shape)  # a device's block
+      (2, 8, 8, 4)
     """
 
     part: ClassVar[str] = "weight"
@@ -65,7 +73,14 @@ class ConvParallel(LayerPlan):
         return tuple(n for axis, _ in self.dims for n in ((axis,) if isinstance(axis, str) else axis))
 
     def spatial_axes(self, ndim: int) -> dict[Any, int]:
-        """``{mesh axis: array dim}`` for a channels-last array with ``ndim`` dims."""
+        """The dims it cuts of a channels-last array.
+
+        Args:
+          ndim: dims of the array, batch and features included.
+
+        Returns:
+          ``{mesh axis: array dim}``, dims counted from the front.
+        """
         found = {}
         for axis, where in self.dims:
             dim = ndim - 2 - "WHD".index(where) if isinstance(where, str) else where
@@ -73,14 +88,28 @@ class ConvParallel(LayerPlan):
         return found
 
     def problem(self, spatial: int) -> str | None:
-        """Why it doesn't fit a layer with ``spatial`` spatial dims, as the end of a sentence about it."""
+        """Why it doesn't fit a layer.
+
+        Args:
+          spatial: how many spatial dims the layer has.
+
+        Returns:
+          The end of a sentence about the layer; None where it fits.
+        """
         dim = self.missing_dim(spatial)
         if dim is None:
             return None
         return f"convolves over {spatial} spatial dims, so it has no dim {dim!r} for {self.dims} to cut"
 
     def missing_dim(self, spatial: int) -> str | None:
-        """The first named dim that a layer with ``spatial`` spatial dims doesn't have."""
+        """The first named dim that a layer doesn't have.
+
+        Args:
+          spatial: how many spatial dims the layer has.
+
+        Returns:
+          "D", "H" or "W"; None where it has all of them.
+        """
         for _, where in self.dims:
             if isinstance(where, str) and "WHD".index(where) >= spatial:
                 return where

@@ -23,11 +23,18 @@ class PrepareLayerInput(LayerPlan):
         ones, or ``(tuple, dict)`` with those by name. A function defined once, not a new lambda a step: it's part of
         what ``jit`` compares.
 
+    Raises:
+      TypeError: ``fn`` is no function.
+
     Example:
-      >>> import shardkit as sk
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> from flax import nnx
       >>> def halve(mesh, x):
       ...     return x / 2
-      >>> plan = {"head": sk.PrepareLayerInput(halve)}
+      >>> head = nnx.Linear(2, 2, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+      >>> head = sk.parallelize(head, {"": sk.PrepareLayerInput(halve)}, sk.make_mesh({"dp": 1}))
+      >>> head(jnp.ones((1, 2))).tolist()
+      [[1.0, 1.0]]
     """
 
     part: ClassVar[str] = "input"
@@ -43,13 +50,20 @@ class PrepareLayerOutput(LayerPlan):
     """Run a function on a layer's result.
 
     Args:
-      fn: ``fn(mesh, result)`` returns the new result.
+      fn: ``fn(mesh, result)`` returns the new result. A function defined once, not a new lambda a step.
+
+    Raises:
+      TypeError: ``fn`` is no function.
 
     Example:
-      >>> import shardkit as sk
+      >>> import jax.numpy as jnp, shardkit as sk
+      >>> from flax import nnx
       >>> def first(mesh, result):
       ...     return result[..., :1]
-      >>> plan = {"head": sk.PrepareLayerOutput(first)}
+      >>> head = nnx.Linear(2, 4, rngs=nnx.Rngs(0))
+      >>> head = sk.parallelize(head, {"": sk.PrepareLayerOutput(first)}, sk.make_mesh({"dp": 1}))
+      >>> head(jnp.ones((3, 2))).shape
+      (3, 1)
     """
 
     part: ClassVar[str] = "output"

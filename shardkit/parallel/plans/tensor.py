@@ -13,7 +13,8 @@ class ColWiseParallel(LayerPlan):
     """Cut what a layer gives over a mesh axis: each device computes some of the features (or heads, or columns).
 
     Nothing travels forward; backward the input's gradient is added up over the axis, once for all layers that read that
-    input. Follow it with ``sk.RowWiseParallel``, which takes the cut features in.
+    input. Follow it with ``sk.RowWiseParallel``, which takes the cut features in. Source: M. Shoeybi et al.,
+    "Megatron-LM", https://arxiv.org/abs/1909.08053.
 
     Applies to nnx and linen ``Linear`` / ``Dense``, ``LinearGeneral`` / ``DenseGeneral``, ``Einsum``, ``Embed`` (cuts
     the features), and to ``MultiHeadAttention`` / ``MultiHeadDotProductAttention`` as a unit: its heads are cut, so
@@ -23,10 +24,18 @@ class ColWiseParallel(LayerPlan):
       axis: the mesh axis.
       gather_output: the result is put together on every device (an all-gather).
 
+    Raises:
+      TypeError: an axis that is no name.
+
     Example:
-      >>> import shardkit as sk
-      >>> sk.ColWiseParallel("tp")
-      ColWiseParallel(axis='tp', gather_output=False)
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> from flax import nnx
+      >>> n = jax.device_count()
+      >>> up = nnx.Linear(4, 8 * n, rngs=nnx.Rngs(0))
+      >>> up = sk.parallelize(up, {"": sk.ColWiseParallel("tp")}, sk.make_mesh({"tp": n}))
+      >>> y = up(jnp.ones((2, 4)))
+      >>> sk.placements(up.kernel[...]), y.sharding.shard_shape(y.shape)  # a device's block
+      ((Shard(dim=1),), (2, 8))
     """
 
     part: ClassVar[str] = "weight"
@@ -43,7 +52,8 @@ class RowWiseParallel(LayerPlan):
     """Cut what a layer takes over a mesh axis: each device multiplies its features, and results are added up.
 
     One all-reduce forward, nothing backward. With ``sk.SequenceParallel`` beside it (a list of both) the sum is a
-    reduce-scatter over the sequence, and backward an all-gather.
+    reduce-scatter over the sequence, and backward an all-gather. Source: M. Shoeybi et al.,
+    "Megatron-LM", https://arxiv.org/abs/1909.08053.
 
     Applies to the layers that ``sk.ColWiseParallel`` applies to. Of ``Embed`` it cuts the vocabulary: each device looks
     up what it holds; ``attend`` then gives logits that are cut over classes, as ``sk.loss_parallel`` takes them.
@@ -53,10 +63,18 @@ class RowWiseParallel(LayerPlan):
       is_input_parallel: the input comes cut, from a column layer. False: it's whole, and each device takes its part
         (nothing travels for that forward; backward the parts of its gradient are put together).
 
+    Raises:
+      TypeError: an axis that is no name.
+
     Example:
-      >>> import shardkit as sk
-      >>> sk.RowWiseParallel("tp")
-      RowWiseParallel(axis='tp', is_input_parallel=True)
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> from flax import nnx
+      >>> n = jax.device_count()
+      >>> down = nnx.Linear(8 * n, 4, rngs=nnx.Rngs(0))
+      >>> down = sk.parallelize(down, {"": sk.RowWiseParallel("tp")}, sk.make_mesh({"tp": n}))
+      >>> y = down(jnp.ones((2, 8 * n)))
+      >>> sk.placements(down.kernel[...]), y.sharding.shard_shape(y.shape)  # a device has all of it
+      ((Shard(dim=0),), (2, 4))
     """
 
     part: ClassVar[str] = "weight"

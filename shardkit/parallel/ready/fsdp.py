@@ -10,7 +10,7 @@ from shardkit.placements import AnyMesh
 
 
 def fsdp(axis: str = "dp", *, min_size: int = 0, verbose: bool = True) -> ReadyPlan:
-    """Every parameter sharded over the batch's axis, and the batch spread over it.
+    """Every parameter sharded over the batch's axis, and the batch spread over it: ``sk.FullyShard`` for a whole model.
 
     Args:
       axis: the mesh axis.

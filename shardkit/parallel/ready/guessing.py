@@ -54,7 +54,13 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen for a layer, and why; no plans: it's left as it is.
+    """What was chosen for a layer, and why: a row of the table that a ready plan prints.
+
+    Attributes:
+      path: the layer's path.
+      name: of its class.
+      plans: the plan objects; none: it's left as it is.
+      why: the reason, in words.
 
     Example:
       >>> import shardkit as sk
@@ -75,7 +81,8 @@ class ReadyPlan(dict[PathPattern, Any]):
     """``{path pattern: plan}`` of your own, over a guess that's made when the plan meets its model.
 
     Entries that you set stand in for what was guessed for that path; ``None`` leaves the layer as it is.
-    ``guess(model)`` gives the whole plan as a plain dictionary, to be edited.
+    ``guess(model)`` gives the whole plan as a plain dictionary, to be edited. Made by ``sk.plans.transformer``,
+    ``sk.plans.unet`` and ``sk.plans.fsdp``.
 
     Example:
       >>> import shardkit as sk
@@ -103,13 +110,27 @@ class ReadyPlan(dict[PathPattern, Any]):
           model: an ``nnx.Module``; or a ``linen.Module``, with what its ``init`` takes.
           args, kwargs: for ``init`` of a linen model (a key and inputs; shapes will do).
           mesh: sizes are checked against it, if given.
+
+        Returns:
+          ``{path pattern: list of plans}``, as ``sk.parallelize`` takes it.
+
+        Raises:
+          TypeError: ``model`` is no module of Flax, or a linen one comes without what its ``init`` takes.
         """
         from shardkit.parallel.ready.describe import describe
 
         return self.for_layers(describe(model, args, kwargs), mesh)
 
     def for_layers(self, layers: Sequence[Found], mesh: AnyMesh | None) -> dict[PathPattern, Any]:
-        """The plan for a model of these layers."""
+        """The plan for a model of these layers; what was chosen is printed (``verbose``).
+
+        Args:
+          layers: those of the model, as ``sk.plans.Found``.
+          mesh: sizes are checked against it; None: they aren't.
+
+        Returns:
+          ``{path pattern: list of plans}``.
+        """
         choices = self._guess(layers, mesh)
         if self.verbose and choices != self._shown:
             rich.print(self._table(choices))
@@ -123,7 +144,14 @@ class ReadyPlan(dict[PathPattern, Any]):
         return plan
 
     def with_plans(self, more: Mapping[PathPattern, Any]) -> ReadyPlan:
-        """This plan with those of another, which join what's there for their paths."""
+        """This plan with those of another, which join what's there for their paths.
+
+        Args:
+          more: ``{path pattern: plan}``, or another ready plan.
+
+        Returns:
+          A new ready plan; this one stays as it is.
+        """
         joined = ReadyPlan(self.title, self._guess, self.verbose)
         joined.update(self)
         joined._more = (*self._more, more)

@@ -48,8 +48,9 @@ def transformer(tp: str = "tp", sequence: bool = False, *, dim: int = 1, verbose
     """Tensor parallelism for a transformer, guessed from its layers when the plan meets the model.
 
     Attention is cut by heads, embeddings by vocabulary, and in a block the layers that widen by column and those that
-    come back by row (by their names, else by their sizes); a head whose classes the axis divides by column, with its logits left cut over classes. What doesn't
-    fit is left whole, and the printed table says why.
+    come back by row (by their names, else by their sizes); a head whose classes the axis divides by column, with its
+    logits left cut over classes. What doesn't fit is left whole, and the printed table says why. Source: M. Shoeybi et
+    al., "Megatron-LM", https://arxiv.org/abs/1909.08053.
 
     Args:
       tp: the mesh axis.

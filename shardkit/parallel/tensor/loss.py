@@ -50,7 +50,8 @@ def loss_parallel(
     As ``optax.softmax_cross_entropy_with_integer_labels`` or ``optax.softmax_cross_entropy``, but no logits travel:
     forward there is one all-reduce of the largest logit of each example, and one of a few sums of each; backward there
     is none. Between the two only the logits as they are and two numbers an example are kept. Differentiable in both
-    modes and more than once, by logits and by probabilities.
+    modes and more than once, by logits and by probabilities. Source: M. Shoeybi et al., "Megatron-LM",
+    https://arxiv.org/abs/1909.08053, section 3.
 
     Args:
       logits: ``[..., classes]``, floats, an array or ``sk.Padded``; inside a manual region of ``axis`` this device's
@@ -66,7 +67,8 @@ def loss_parallel(
         and labels are. (For classes that don't count, use logits of -inf.)
       label_smoothing: a probability spread evenly over all classes and taken from ``labels``, as by
         ``optax.smooth_labels``. Classes with a logit of -inf count here: the loss is then infinite.
-      z_loss: times ``logsumexp(logits) ** 2`` is added (which keeps logits from drifting).
+      z_loss: times ``logsumexp(logits) ** 2`` is added, which keeps logits from drifting (A. Chowdhery et al., "PaLM",
+        https://arxiv.org/abs/2204.02311, section 5).
 
     Returns:
       Losses ``[...]``, the same on all devices of ``axis``; computed in at least float32 and rounded to the dtype that
@@ -75,7 +77,7 @@ def loss_parallel(
     Raises:
       ValueError: an unknown axis, shapes that disagree, classes that an Explicit axis which isn't named cuts, a
         ``Padded`` that pads other dims than classes, a label_smoothing or z_loss out of range.
-      TypeError: logits that aren't real floats, labels or where of the wrong dtype.
+      TypeError: logits that aren't real floats, labels or where of the wrong dtype, a traced label_smoothing or z_loss.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

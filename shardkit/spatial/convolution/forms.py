@@ -38,7 +38,7 @@ def found_form(layer: Layer) -> Form | None:
 
 @contextlib.contextmanager
 def forms(*found: Tuned | Form | str) -> Generator[None]:
-    """Within it, convolutions with ``method="auto"`` run in the forms given; those it says nothing of, by the table.
+    """A context in which convolutions with ``method="auto"`` run in the forms given; all others go by the table.
 
     It holds where functions are traced, so put it around the call that compiles (and the later ones: JAX compiles a
     function once for each set of forms). A convolution asked to run in a form of its own isn't concerned. Contexts
@@ -49,8 +49,11 @@ def forms(*found: Tuned | Form | str) -> Generator[None]:
         spatial dim, images on a device, order of dims and fewest features. At most one name of a form ("concat",
         "overlap", "blocks 8", "blocks 2 major") may be among them: for all other layers, of any size, that can run it.
 
+    Returns:
+      A context manager: ``with sk.spatial.forms(...):``.
+
     Raises:
-      ValueError: a name that is no form; more than one.
+      ValueError: on entering, a name that is no form, or more than one name.
       TypeError: neither a result nor a name.
 
     Example:

@@ -35,11 +35,14 @@ def ring_conv(
     the mesh axis. Values and all derivatives equal the unsharded convolution's. At most two permutes
     a sharded dim forward, two more for the input gradient, none for the kernel gradient (which is
     summed over the mesh axis: reduced at top level; inside a manual region it follows the kernel's
-    own variance, so a kernel made varying with ``lax.pcast`` keeps a Partial gradient).
+    own variance, so a kernel made varying with ``lax.pcast`` keeps a Partial gradient). Source: N. Dryden
+    et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS 2019,
+    https://arxiv.org/abs/1903.06681.
 
     Args:
-      lhs: the input, a ``jax.Array`` or ``sk.Padded``; inside a manual region this device's block.
-      rhs: the kernel, whole.
+      lhs: the input, a ``jax.Array`` or ``sk.Padded`` of the shape that ``dimension_numbers`` says,
+        ``[batch, features, *space]`` by default; inside a manual region this device's block.
+      rhs: the kernel, whole; ``[out_features, in_features / groups, *window]`` by default.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count, precision, preferred_element_type: as in ``lax.conv_general_dilated``;
         padding may be negative.
@@ -69,12 +72,15 @@ def ring_conv(
         run this convolution (the message says why, and which can).
 
     Example:
-      >>> import jax.numpy as jnp, shardkit as sk
-      >>> mesh = sk.make_mesh({"sp": 1})
-      >>> x, k = jnp.ones((1, 8, 9, 3)), jnp.ones((3, 3, 3, 4))
-      >>> sk.ring_conv(x, k, (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-      ...              spatial_axes={"sp": "W"}, mesh=mesh).shape
-      (1, 8, 5, 4)
+      >>> import jax, jax.numpy as jnp, shardkit as sk
+      >>> n = jax.device_count()
+      >>> x, k = jnp.ones((1, 8, 8 * n, 3)), jnp.ones((3, 3, 3, 4))
+      >>> how = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+      >>> y = sk.ring_conv(x, k, (1, 2), "SAME", **how, spatial_axes={"sp": "W"}, mesh=sk.make_mesh({"sp": n}))
+      >>> bool((y == jax.lax.conv_general_dilated(x, k, (1, 2), "SAME", **how)).all())
+      True
+      >>> y.sharding.shard_shape(y.shape)  # a device's block
+      (1, 8, 4, 4)
     """
     call = read_conv(
         lhs,

@@ -54,15 +54,23 @@ def ring_conv_transpose(
     """``lax.conv_transpose`` on an input sharded in space: halos travel, nothing else.
 
     Args:
-      lhs, rhs, strides, padding, rhs_dilation, dimension_numbers, transpose_kernel, precision,
-        preferred_element_type: as in ``lax.conv_transpose`` (dimension_numbers None: channels last).
-      spatial_axes, padding_mode, method, mesh: as in ``sk.ring_conv``.
+      lhs: the input, a ``jax.Array`` or ``sk.Padded``, ``[batch, *space, features]`` by default; inside a manual
+        region this device's block.
+      rhs: the kernel, whole; ``[*window, in_features, out_features]`` by default.
+      strides, padding, rhs_dilation, dimension_numbers, transpose_kernel, precision, preferred_element_type: as in
+        ``lax.conv_transpose`` (dimension_numbers None: channels last).
+      spatial_axes: which mesh axis cuts which dim of ``lhs``: a number or a letter of ``dimension_numbers``, e.g.
+        ``{"sp": "W"}``; several allowed.
+      padding_mode: what lies beyond the edges of the spatial dims: "zeros", "circular", "reflect", "replicate".
+      method: how the block meets its halos, as in ``sk.ring_conv``; values are equal.
+      mesh: else the mesh of ``lhs``, else the ambient one.
 
     Returns:
-      As ``sk.ring_conv``: sharded over the same axes, of the logical shape.
+      The output, sharded over the same axes, of the logical shape; a ``Padded`` where ``sk.ring_conv`` gives one.
 
     Raises:
-      ValueError: as ``sk.ring_conv``.
+      ValueError: operands of different or too low rank, strides, dilation or padding of the wrong length, an unknown
+        padding, axis, dim letter, mode or method, features that disagree.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

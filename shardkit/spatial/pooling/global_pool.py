@@ -52,6 +52,7 @@ def ring_global_pool(
 
     Raises:
       ValueError: an unknown reduction, a dim out of range or given twice, nothing to reduce.
+      TypeError: a maximum or minimum of complex numbers.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -115,7 +115,8 @@ def _initial(init_value: Any, computation: Callable[..., Any], dtype: Any, what:
     if np.ndim(init_value):
         raise TypeError(f"{what}: init_value must be a scalar, got shape {np.shape(init_value)}")
     weak = isinstance(init_value, bool | int | float | complex)
-    if not weak and jnp.result_type(init_value) != dtype:
+    imaginary = isinstance(init_value, complex) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    if imaginary or (not weak and jnp.result_type(init_value) != dtype):
         raise TypeError(
             f"{what}: init_value is {jnp.result_type(init_value)}, x is {np.dtype(dtype)}; give both one dtype"
         )
@@ -160,13 +161,17 @@ def ring_max_pool(
       strides: one a spatial dim; 1 by default, as in Flax.
       padding: "SAME", "SAME_LOWER", "VALID" or one (low, high) pair a spatial dim.
       window_dilation: one a spatial dim, distance between the elements of a window.
-      spatial_axes, padding_mode, mesh: as in ``sk.ring_reduce_window``.
+      spatial_axes: which mesh axis cuts which dim: a number or a letter ("D", "H", "W"), e.g. ``{"sp": "W"}``.
+      padding_mode: what lies beyond the ends: "zeros" (nothing does), or "circular", "reflect" and "replicate", which
+        repeat elements of the array. One for all dims, one a dim, or a mapping by letter or dim.
+      mesh: else the mesh of ``x``, else the ambient one.
 
     Returns:
-      The pooled array, as ``sk.ring_reduce_window`` returns it.
+      The pooled array, sharded as ``x`` is; a ``Padded`` where ``x`` was one, or where an output size doesn't divide
+      and the type can't say so (Explicit axes, manual regions).
 
     Raises:
-      ValueError: see ``sk.ring_reduce_window``.
+      ValueError: windows, strides or a padding of the wrong length, no output, an unknown padding, mode or axis.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -192,7 +197,28 @@ def ring_min_pool(
     padding_mode: Any = "zeros",
     mesh: MeshLike = None,
 ) -> Any:
-    """Min pooling of a channels-last array sharded in space; see ``sk.ring_max_pool``.
+    """Min pooling of a channels-last array sharded in space: ``flax.nnx.min_pool`` with halos.
+
+    Beyond the ends lies infinity (the largest integer). Of equal minima in a window the first gets the gradient, also
+    where a shard's border lies between them, and over dilated windows (which lax can't differentiate in reverse).
+
+    Args:
+      x: ``[*batch, *space, features]``, an array or ``sk.Padded``; any number of batch dims, none too.
+      window_shape: one integer a spatial dim; it says how many there are.
+      strides: one a spatial dim; 1 by default, as in Flax.
+      padding: "SAME", "SAME_LOWER", "VALID" or one (low, high) pair a spatial dim.
+      window_dilation: one a spatial dim, distance between the elements of a window.
+      spatial_axes: which mesh axis cuts which dim: a number or a letter ("D", "H", "W"), e.g. ``{"sp": "W"}``.
+      padding_mode: what lies beyond the ends: "zeros" (nothing does), or "circular", "reflect" and "replicate", which
+        repeat elements of the array. One for all dims, one a dim, or a mapping by letter or dim.
+      mesh: else the mesh of ``x``, else the ambient one.
+
+    Returns:
+      The pooled array, sharded as ``x`` is; a ``Padded`` where ``x`` was one, or where an output size doesn't divide
+      and the type can't say so (Explicit axes, manual regions).
+
+    Raises:
+      ValueError: windows, strides or a padding of the wrong length, no output, an unknown padding, mode or axis.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -221,16 +247,24 @@ def ring_avg_pool(
     """Average pooling of a channels-last array sharded in space: ``flax.linen.avg_pool`` with halos.
 
     Args:
-      x, window_shape, strides, padding, window_dilation: as in ``sk.ring_max_pool``.
+      x: ``[*batch, *space, features]``, an array or ``sk.Padded``; any number of batch dims, none too.
+      window_shape: one integer a spatial dim; it says how many there are.
+      strides: one a spatial dim; 1 by default, as in Flax.
+      padding: "SAME", "SAME_LOWER", "VALID" or one (low, high) pair a spatial dim.
+      window_dilation: one a spatial dim, distance between the elements of a window.
       count_include_pad: divide by the size of the window; else by the number of elements it holds (repeated
         ones count, padded tails never do; a window without any gives a NaN, as in Flax).
-      spatial_axes, padding_mode, mesh: as in ``sk.ring_reduce_window``.
+      spatial_axes: which mesh axis cuts which dim: a number or a letter ("D", "H", "W"), e.g. ``{"sp": "W"}``.
+      padding_mode: what lies beyond the ends: "zeros" (nothing does), or "circular", "reflect" and "replicate", which
+        repeat elements of the array. One for all dims, one a dim, or a mapping by letter or dim.
+      mesh: else the mesh of ``x``, else the ambient one.
 
     Returns:
-      The pooled array, as ``sk.ring_reduce_window`` returns it; of the dtype of ``x``, for integers floating.
+      The pooled array, of the dtype of ``x`` (for integers floating), sharded as ``x`` is; a ``Padded`` where ``x`` was
+      one, or where an output size doesn't divide and the type can't say so (Explicit axes, manual regions).
 
     Raises:
-      ValueError: see ``sk.ring_reduce_window``.
+      ValueError: windows, strides or a padding of the wrong length, no output, an unknown padding, mode or axis.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk

@@ -31,7 +31,10 @@ def ring_local_response_norm(
     spatial_axes: Mapping[Any, Any],
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Any:
-    """``x / (k + alpha * mean(x**2 over neighbours))**beta``: neighbours compete (Krizhevsky et al. 2012).
+    """``x / (k + alpha * mean(x**2 over neighbours))**beta``: neighbours compete.
+
+    Source: A. Krizhevsky, I. Sutskever, G. Hinton, "ImageNet Classification with Deep Convolutional Neural Networks",
+    NIPS 2012, section 3.3 (which adds up where this takes the mean).
 
     The mean is over ``size`` elements in each dim of ``axis``, ``size // 2`` of them before an element and
     ``(size - 1) // 2`` after it, zeros beyond the ends, and always divides by ``size**len(axis)``; along channels
@@ -41,7 +44,7 @@ def ring_local_response_norm(
     Args:
       x: an array or ``sk.Padded``, channels last; inside a manual region this device's block.
       size: neighbours along each dim of ``axis``, the element itself among them.
-      alpha, beta, k: see above.
+      alpha, beta, k: the numbers of the formula.
       axis: array dims to look along, the channels by default.
       spatial_axes: which mesh axis cuts which array dim, ``{"sp": 2}`` or ``{"sp": "W"}``.
       mesh: else the mesh of ``x``, else the ambient one.

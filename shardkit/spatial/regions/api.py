@@ -61,6 +61,9 @@ def region(
     Derivatives are those of the local program: what a layer received forward is kept for its kernel's gradient, the
     halos of its input's gradient travel once, and ``jax.checkpoint`` in ``fun`` is obeyed.
 
+    Source of ``exchange_every``: J. Demmel, M. Hoemmen, M. Mohiyuddin, K. Yelick, "Avoiding Communication in Sparse
+    Matrix Computations", IPDPS 2008.
+
     Args:
       fun: the function, of pytrees of arrays.
       spatial_axes: which mesh axis cuts which dim, ``{"sp": "W"}`` or ``{"sp": 2}`` (letters: "D", "H", "W" of
@@ -106,7 +109,7 @@ def _says_all(text: str) -> bool:
 
 
 class Region:
-    """What ``region`` returns: call it as the function it was made of.
+    """What ``sk.spatial.region`` returns: call it as the function it was made of.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
@@ -122,6 +125,19 @@ class Region:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function on blocks.
+
+        Args:
+          args, kwargs: as the function takes them. Arguments that ``spatial_axes`` cuts are given by position: arrays,
+            or ``sk.Padded``; inside a manual region of the mesh axes, this device's blocks.
+
+        Returns:
+          What the function returns; values with a sharded dim lie in blocks, others are whole on every device.
+
+        Raises:
+          ValueError: no argument has the dims of ``spatial_axes``, or it doesn't fit them.
+          NotImplementedError: a host callback or a ``shard_map`` in the function, by name and line.
+        """
         call, arrays = self._read(args, kwargs)
         graph, out_tree, text = self._trace(call)
         # Traced anew for every call, compiled once: what ``fun`` closes over may be another array by now, and is an
@@ -144,6 +160,9 @@ class Region:
 
         Args:
           args, kwargs: as for a call; shapes (``jax.ShapeDtypeStruct``) will do.
+
+        Returns:
+          A ``RegionProgram``: print it.
         """
         call, _ = self._read(args, kwargs)
         graph = self._trace(call)[0]
@@ -151,7 +170,14 @@ class Region:
         return program_of(plan, call.names)
 
     def why_leaves(self, *args: Any, **kwargs: Any) -> list[str]:
-        """The operations that leave the layout, as text; empty where none does."""
+        """The operations that leave the layout: every device does all of them.
+
+        Args:
+          args, kwargs: as for a call; shapes (``jax.ShapeDtypeStruct``) will do.
+
+        Returns:
+          A text an operation, with its line and the reason; empty where none leaves.
+        """
         call, _ = self._read(args, kwargs)
         if call not in self._reasons:
             try:

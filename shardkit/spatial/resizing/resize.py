@@ -42,6 +42,10 @@ def ring_resize(
     Only the elements that a device's outputs read and others hold travel, in permutes; dims are resized one
     after the other, those that shrink first. Linear in the image, so every derivative is of the same kind.
 
+    Sources of the kernels: R. Keys, "Cubic Convolution Interpolation for Digital Image Processing", IEEE Trans. ASSP
+    29(6), 1981 ("cubic": a = -1/2; "cubic-pytorch": a = -3/4 unless it antialiases); C. Duchon, "Lanczos Filtering in
+    One and Two Dimensions", J. Appl. Meteor. 18, 1979.
+
     Args:
       image: the image, or a ``Padded``; inside a manual region of the mesh axes, this device's block.
       shape: the new shape, over all shards. Dims whose size stays are left as they are.
@@ -107,15 +111,21 @@ def ring_scale_and_translate(
       spatial_dims: the dims to resample; the others keep their size.
       scale, translation: one number a spatial dim: NumPy or concrete JAX arrays, or sequences. A negative
         scale mirrors (and then most elements travel far).
-      method: as for ``ring_resize``, but "nearest" and "area" of a mirrored dim mean nothing here, as in JAX.
-      antialias, precision, spatial_axes, mesh: as for ``ring_resize``.
+      method: "linear", "cubic", "cubic-pytorch", "lanczos3", "lanczos5", a synonym that jax.image knows, or a
+        ``jax.image.ResizeMethod``; the kernels are those of ``sk.ring_resize``.
+      antialias: widen the kernel where the image shrinks.
+      precision: of the matrix products.
+      spatial_axes: mesh axis to image dim, a number or a letter of a channels-last image: ``{"sp": "W"}``.
+      mesh: the mesh; by default the image's, else the ambient one.
 
     Returns:
-      The new image, as for ``ring_resize``.
+      The new image, sharded as the old one in blocks of ``ceil(new / n)``; a Padded where the image was
+      one, or where JAX can't hold the uneven blocks (Explicit axes, manual regions). Integers become floats.
 
     Raises:
       TypeError: traced scale or translation.
-      ValueError: as for ``ring_resize``; spatial_dims, scale and translation of different lengths; a scale of 0.
+      ValueError: a shape of another length or without elements, a size that changes in a dim not named, an unknown
+        method; spatial_dims, scale and translation of different lengths; a scale of 0, numbers that aren't finite.
 
     Example:
       >>> import jax.numpy as jnp, shardkit as sk
