@@ -41,6 +41,9 @@ def read_batch_axes(batch_axes: str | Sequence[str] | Mapping[str, int], mesh: A
     return {name: given[name] for name in mesh.axis_names if name in given}
 
 
+# What layers read of it is traced into jitted and checkpointed functions, of which JAX keeps the traces: it's part of
+# their key.
+_trace = jax.make_user_context(None)
 _cut: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardkit_batch_cut", default=None)
 
 
@@ -60,7 +63,8 @@ def cutting(axes: Mapping[str, int]) -> Generator[None]:
     """
     token = _cut.set(axes)
     try:
-        yield
+        with _trace(tuple(axes.items())):
+            yield
     finally:
         _cut.reset(token)
 

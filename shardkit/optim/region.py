@@ -201,8 +201,15 @@ class Region:
     def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
         leaves, self._aux_tree = jax.tree.flatten(aux)
         leaves = [jnp.asarray(x) for x in leaves]
-        self._aux_is_array = [x.ndim > 0 for x in leaves]
-        return [self._scalar(x) for x in leaves if not x.ndim], [self._stacked(x) for x in leaves if x.ndim]
+        # What is the same on all devices (statistics that were averaged over them) comes out once, as it is.
+        self._aux_is_array = [x.ndim > 0 and (self._slices > 1 or self._varies_along(x)) for x in leaves]
+        pairs = list(zip(leaves, self._aux_is_array, strict=True))
+        once = [x if x.ndim else self._scalar(x) for x, is_part in pairs if not is_part]
+        return once, [self._stacked(x) for x, is_part in pairs if is_part]
+
+    def _varies_along(self, x: Any) -> bool:
+        """Whether it isn't known to be the same on all devices along the batch axes."""
+        return not varying_axes(x).isdisjoint(self._names)
 
     def _scalar(self, x: Any) -> Any:
         # Over the axes that the loss varies along, even where this doesn't: a number of examples is to be added up.

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from shardkit.meshes import concrete_mesh, manual_axes, resolve_mesh
 from shardkit.optim.batch import Leaf, read_batch_axes, read_leaf
+from shardkit.optim.changes import refusing_changes
 from shardkit.optim.examples import current_examples
 from shardkit.optim.parameters import GATHERS, read_parameters
 from shardkit.optim.region import Region
@@ -38,14 +39,17 @@ def value_and_grad(
     """``jax.value_and_grad`` with each device on its part of the batch; gradients come out Partial.
 
     ``fun`` runs on each device's part, with ``batch_axes`` manual and every other mesh axis left to the compiler.
-    Nothing but the value is reduced: ``sk.reduce_gradients`` reduces the gradients, all together.
+    Nothing but the value is reduced: ``sk.reduce_gradients`` reduces the gradients, all together. What ``fun`` computes
+    over its batch it computes over the part: batch norms of models that ``sk.parallelize`` has seen average their
+    statistics over the parts, as they do with ``axis_name=`` in any model; other batch norms don't.
 
     Args:
       fun: a scalar loss of its part of the batch: a mean over it (``reduce="mean"``), or a sum. Or it returns
         ``(sum, count)``, whose totals over all devices and microbatches are divided: right where counts differ.
       argnums: which arguments are differentiated: pytrees; their integer leaves get zeros, other leaves are passed on.
       has_aux: ``fun`` returns ``(loss, aux)``. Of aux, float scalars are averaged (added up for ``reduce="sum"``),
-        integer and bool scalars added up, over devices and slices, and arrays put together along dim 0.
+        integer and bool scalars added up, over devices and slices, and arrays put together along dim 0; those known to
+        be the same on every device, without microbatches (statistics that were averaged over them), come out once.
       batch_axes: the mesh axes that cut dim 0 of every array in the other arguments; a mapping from axis to dim for
         others (``{"dp": 0, "sp": 2}``; a leaf that hasn't the dim isn't cut by that axis). Scalars are the same
         everywhere; of random keys see ``keys``.
@@ -78,7 +82,7 @@ def value_and_grad(
     Raises:
       ValueError: a batch that doesn't divide, unknown axes, ``reduce``, ``gather`` or ``keys``, axes that are manual
         here, arguments on different meshes, a count of zero (outside ``jit``; within, the value is NaN), shared keys in
-        a loss that is itself part of one with shared keys.
+        a loss that is itself part of one with shared keys, a loss that changes an nnx module that it's given.
       TypeError: a loss that's no scalar.
 
     Example:
@@ -126,7 +130,9 @@ def value_and_grad(
             *rebuilt, named = batch.join(data, ())
             for n in numbers:
                 rebuilt[n] = next(values)
-            return _read_loss(fun(*rebuilt, **named), has_aux, reduce)
+            # What is differentiated is each device's own: its changes can't come out as aux either.
+            held = [rebuilt[n] for n in numbers] if has_aux else (rebuilt, named)
+            return _read_loss(refusing_changes(lambda: fun(*rebuilt, **named), held), has_aux, reduce)
 
         own, fixed = params.take("own"), params.take("fixed")
         known = None

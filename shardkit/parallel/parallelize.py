@@ -31,7 +31,8 @@ def parallelize(
     """Apply plans to the layers of a model, by path.
 
     Parameters keep their names and shapes, and the model's own code stays as it is; layers that the plan names run over
-    devices as it says. Every parameter is placed on the mesh: as a plan says, else whole on every device.
+    devices as it says. Every parameter is placed on the mesh: as a plan says, else whole on every device. Batch norms,
+    with a plan or without, have the statistics of the whole batch, in ``sk.value_and_grad`` as well.
 
     Args:
       model: an ``nnx.Module``, which changes in place; a function that makes one, which is then made with every

@@ -437,12 +437,34 @@ def test_out_sharding_is_left_to_flax():
 
 
 @pytest.mark.not_smoke
-def test_a_norm_that_reduces_over_its_own_axis_says_so():
-    layer = nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_batch_norm_reduces_over_its_own_axis_too(fast):
+    layer = nnx.BatchNorm(2, axis_name="batch", use_fast_variance=fast, rngs=nnx.Rngs(0))
+    ring = sk.parallelize(nnx.clone(layer), {"": sk.ConvParallel()}, sk.make_mesh(SP4))
+    x = (3 + np.random.default_rng(0).normal(size=(3, 2, 8, 2))) * np.arange(1, 4)[:, None, None, None]
+    x = x.astype(np.float32)
+
+    def run(layer):
+        def one(x):
+            mine = nnx.clone(layer)
+            return mine(x), mine.mean[...], mine.var[...]
+
+        return jax.vmap(one, axis_name="batch")(x)
+
+    for got, wanted in zip(run(ring), run(layer), strict=True):
+        assert_close(got, wanted, 1e-5)
+
+
+@pytest.mark.not_smoke
+def test_norms_that_reduce_over_their_own_groups_say_so():
+    layer = nnx.BatchNorm(2, axis_name="batch", axis_index_groups=[[0], [1]], rngs=nnx.Rngs(0))
     layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
-    x = np.random.default_rng(0).normal(size=(3, 2, 5, 2)).astype(np.float32)
+    with pytest.warns(UserWarning, match="it reduces over axis_index_groups="), pytest.raises(NotImplementedError):
+        jax.vmap(lambda x: nnx.clone(layer)(x), axis_name="batch")(np.ones((2, 2, 8, 2), np.float32))
+    layer = nnx.GroupNorm(2, num_groups=1, axis_name="batch", rngs=nnx.Rngs(0))
+    layer = sk.parallelize(layer, {"": sk.ConvParallel()}, sk.make_mesh(SP4))
     with pytest.warns(UserWarning, match="it reduces over axis_name='batch' itself"):
-        jax.vmap(lambda x: nnx.clone(layer)(x), axis_name="batch")(x)
+        jax.vmap(lambda x: nnx.clone(layer)(x), axis_name="batch")(np.ones((2, 2, 8, 2), np.float32))
 
 
 def test_masks_of_the_wrong_shape_are_refused():

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 
 from shardkit.arrays import Padded, pad_to
 from shardkit.parallel.layers.operands import array_of, cleared, like, placed_along
+from shardkit.parallel.layers.spread import averaged
 from shardkit.parallel.plans import Applied
 from shardkit.spatial.moments import moments
 from shardkit.spatial.operands import clear_tails
@@ -45,9 +46,16 @@ def why_not_norm(layer: Any, mask: Any) -> str | None:
     """Why the statistics of a layer called like this can't be taken here, if so."""
     if mask is not None:
         return "it was called with a mask"
+    if layer.axis_name is not None and layer.axis_index_groups is not None:
+        return f"it reduces over axis_index_groups={layer.axis_index_groups!r} itself"
+    return None
+
+
+def why_not_alone(layer: Any, mask: Any) -> str | None:
+    """The same of a norm of each example, which has nothing to reduce over other devices."""
     if layer.axis_name is not None:
         return f"it reduces over axis_name={layer.axis_name!r} itself"
-    return None
+    return why_not_norm(layer, mask)
 
 
 def why_not_features(axes: Any, ndim: int) -> str | None:
@@ -70,7 +78,13 @@ def is_local(x: Any, reduced: tuple[int, ...], applied: Applied) -> bool:
 
 
 def batch_norm(
-    settings: NormSettings, x: Any, scale: Any, bias: Any, applied: Applied, running: Sequence[Any] | None = None
+    settings: NormSettings,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    applied: Applied,
+    running: Sequence[Any] | None = None,
+    axes: Any = None,
 ) -> tuple[Any, Any, Any]:
     """A batch norm over all dims but the last.
 
@@ -80,6 +94,7 @@ def batch_norm(
       scale, bias: (features,) or None.
       applied: which mesh axes cut which dims.
       running: (mean, var), each (features,), to normalize with, in place of those of the batch.
+      axes: manual mesh axes that cut the batch, to average statistics over; None: ``x`` has all of it.
 
     Returns:
       The result, and the mean and variance that it was normalized with.
@@ -90,6 +105,8 @@ def batch_norm(
     else:
         mean, var = _statistics(settings, x, tuple(range(x.ndim - 1)), applied)
         mean, var = mean.reshape(-1), var.reshape(-1)
+        if axes is not None:
+            mean, var = averaged(mean, var, axes, settings.fast_variance)
     return _normalize(settings, x, mean, var, scale, bias), mean, var
 
 

@@ -10,8 +10,17 @@ from jax import numpy as jnp
 
 from shardkit.arrays import Padded
 from shardkit.parallel.layers import norms
-from shardkit.parallel.layers.norms import NormSettings, dims_of, is_local, why_not_features, why_not_norm
+from shardkit.parallel.layers.norms import (
+    NormSettings,
+    dims_of,
+    is_local,
+    why_not_alone,
+    why_not_features,
+    why_not_norm,
+)
 from shardkit.parallel.layers.operands import say_once, whole
+from shardkit.parallel.layers.setting import setting
+from shardkit.parallel.layers.spread import spread_over
 from shardkit.parallel.plans import Applied
 
 
@@ -31,22 +40,31 @@ def batch_norm(
         say_once(applied, "BatchNorm", reason)
     if reason is not None or (frozen and not isinstance(x, Padded)):
         # With running averages there is nothing to reduce: Flax's own elementwise code is right.
-        return run(whole(x), use_running_average, mask=mask)
+        return spread_batch_norm(module, run, whole(x), use_running_average, mask=mask)
     features = [x.shape[-1]]
     dtype = jnp.float32 if module.force_float32_reductions else module.param_dtype
     mean = module.variable("batch_stats", "mean", jnp.zeros, features, dtype)
     var = module.variable("batch_stats", "var", jnp.ones, features, dtype)
     scale, bias = _parameters(module, features)
-    running = None
+    running, axes = None, spread_over(module, frozen)
     if frozen:
         running = mean.value, var.value
         if not module.force_float32_reductions:
             running = tuple(jnp.asarray(value, module.param_dtype) for value in running)
-    y, batch_mean, batch_var = norms.batch_norm(NormSettings.of(module), x, scale, bias, applied, running)
+    y, batch_mean, batch_var = norms.batch_norm(NormSettings.of(module), x, scale, bias, applied, running, axes)
     if not frozen and not module.is_initializing():
         mean.value = module.momentum * mean.value + (1 - module.momentum) * batch_mean
         var.value = module.momentum * var.value + (1 - module.momentum) * batch_var
     return y
+
+
+def spread_batch_norm(
+    module: Any, run: Callable[..., Any], x: Any, use_running_average: bool | None = None, *, mask: Any = None
+) -> Any:
+    """``nn.BatchNorm``; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
+    frozen = nn.merge_param("use_running_average", module.use_running_average, use_running_average)
+    with setting(module, "axis_name", None if module.is_initializing() else spread_over(module, frozen, mask)):
+        return run(x, use_running_average, mask=mask)
 
 
 def group_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *, mask: Any = None) -> Any:
@@ -55,7 +73,7 @@ def group_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *
     groups = _groups(module, x.shape[-1])
     if groups is None or x.ndim - 1 not in reduced or is_local(x, reduced, applied):
         return run(whole(x), mask=mask)  # which says what is wrong, if something is
-    reason = why_not_norm(module, mask)
+    reason = why_not_alone(module, mask)
     if reason is not None:
         say_once(applied, "GroupNorm", reason)
         return run(whole(x), mask=mask)
@@ -65,7 +83,7 @@ def group_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *
 
 def instance_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *, mask: Any = None) -> Any:
     """``nn.InstanceNorm`` whose statistics are those of the whole, sharded image."""
-    reason = why_not_features(module.feature_axes, x.ndim) or why_not_norm(module, mask)
+    reason = why_not_features(module.feature_axes, x.ndim) or why_not_alone(module, mask)
     if reason is not None:
         say_once(applied, "InstanceNorm", reason)
         return run(whole(x), mask=mask)
@@ -86,7 +104,7 @@ def rms_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *, 
 def _layer_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, mask: Any, centered: bool) -> Any:
     if is_local(x, dims_of(module.reduction_axes, x.ndim), applied):
         return run(x, mask=mask)  # elementwise in space: Flax's own code is right, with a mask or an axis_name too
-    reason = why_not_norm(module, mask)
+    reason = why_not_alone(module, mask)
     if reason is not None:
         say_once(applied, "LayerNorm" if centered else "RMSNorm", reason)
         return run(whole(x), mask=mask)

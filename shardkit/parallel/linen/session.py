@@ -11,8 +11,10 @@ from flax.linen.dtypes import promote_dtype
 from shardkit.attention import flax_attention_fn
 from shardkit.parallel.claims import Claims
 from shardkit.parallel.layers.dropout import linen_dropout
+from shardkit.parallel.layers.setting import setting
+from shardkit.parallel.linen.norms import spread_batch_norm
 from shardkit.parallel.linen.spatial import SPATIAL_LAYERS
-from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, setting, share_of
+from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, share_of
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
@@ -140,6 +142,8 @@ class Session:
             return SPATIAL_LAYERS[plain_class(module)](module, Applied(conv, self._mesh, path), plain, *args, **kwargs)
         if plain_class(module) is nn.Dropout:
             return linen_dropout(module, *args, **kwargs)
+        if plain_class(module) is nn.BatchNorm:
+            return spread_batch_norm(module, run, *args, **kwargs)
         ring = find_plan(items, RingAttention)
         if ring is not None:
             fn = flax_attention_fn(ring.axis, backend=ring.backend, mesh=self._mesh, causal=ring.causal)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from flax import linen as nn
 from jax import numpy as jnp
 
+from shardkit.parallel.layers.setting import setting
 from shardkit.parallel.plans import ColWiseParallel
 from shardkit.parallel.shares import Share, WeightPlan, of_einsum, of_embedding, of_linear
 from shardkit.parallel.tensor.embedding import attend, lookup
@@ -72,17 +72,6 @@ def run_shared(
             raise ValueError(f"{plan} on {sharing.path!r}: the layer has its own {name}; leave out one of the two")
     with setting(module, "dot_general", ParallelDot(sharing, share.weight_dim)):
         return run(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def setting(module: nn.Module, name: str, value: Any) -> Generator[None]:
-    """A field of a (frozen) module has another value meanwhile."""
-    before = getattr(module, name)
-    object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        object.__setattr__(module, name, before)
 
 
 def _embed(module: nn.Embed, method: str, share: Share, sharing: Sharing, values: Any) -> Any:

@@ -20,6 +20,7 @@ from shardkit.parallel.claims import Claims
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
+from shardkit.parallel.nnx.norms import ParallelBatchNorm
 from shardkit.parallel.nnx.regions import InRegion, holds_layers
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, check_own, outputs_of, share_of, share_out
@@ -42,10 +43,10 @@ from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh, Layout
 
 _POSITIONWISE = (nnx.LayerNorm, nnx.RMSNorm, nnx.Dropout)
-_TWINS = {twin: base for base, twin in SPATIAL_LAYERS.items()} | {
-    ParallelDropout: nnx.Dropout,
-    ParallelEmbed: nnx.Embed,
-}
+# What every such layer becomes, with a plan of its own or without: it must know of a spread batch.
+_ALWAYS = {nnx.Dropout: ParallelDropout, nnx.BatchNorm: ParallelBatchNorm}
+_TWINS = {twin: base for twins in (SPATIAL_LAYERS, _ALWAYS) for base, twin in twins.items()}
+_TWINS[ParallelEmbed] = nnx.Embed
 
 
 def _kind_of(layer: Any) -> type:
@@ -84,8 +85,8 @@ def apply_plans(
     claims = _claims(chosen, alone, mesh)
     batch = batch_axes_of(plans.values())
     for layer in alone.values():
-        if own_class(layer) is nnx.Dropout:
-            layer.__class__ = ParallelDropout  # what's around it is put there anew below
+        if own_class(layer) in _ALWAYS:
+            layer.__class__ = _ALWAYS[own_class(layer)]  # what's around it is put there anew below
     for path, layer in alone.items():
         if NNX.kind_of(layer) in ATTENTION and path not in chosen and not is_wrapped(layer):
             _put(layer, (), mesh, path, batch)

@@ -16,10 +16,13 @@ from shardkit.parallel.layers.norms import (
     instance_norm,
     is_local,
     layer_norm,
+    why_not_alone,
     why_not_features,
     why_not_norm,
 )
 from shardkit.parallel.layers.operands import array_of, like, say_once, whole
+from shardkit.parallel.layers.setting import setting
+from shardkit.parallel.layers.spread import spread_over
 from shardkit.parallel.plans import Applied
 
 
@@ -35,6 +38,20 @@ def _running(old: Any, new: Any, momentum: float) -> Any:
     return lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype)
 
 
+def _own_batch_norm(layer: nnx.BatchNorm, x: Any, use_running_average: bool | None, mask: Any) -> Any:
+    """Flax's, with statistics of the whole of a spread batch."""
+    frozen = use_running_average if use_running_average is not None else layer.use_running_average
+    with setting(layer, "axis_name", spread_over(layer, frozen, mask)):
+        return nnx.BatchNorm.__call__(layer, x, use_running_average, mask=mask)
+
+
+class ParallelBatchNorm(nnx.BatchNorm):
+    """``nnx.BatchNorm``; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
+
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+        return _own_batch_norm(self, x, use_running_average, mask)
+
+
 class SpatialBatchNorm(nnx.BatchNorm):
     """``nnx.BatchNorm`` whose statistics are those of the whole, sharded batch."""
 
@@ -47,10 +64,11 @@ class SpatialBatchNorm(nnx.BatchNorm):
             say_once(self.shardkit_plan, "BatchNorm", reason)
         if reason is not None or frozen is None or (frozen and not isinstance(x, Padded)):
             # With running averages there is nothing to reduce: Flax's own elementwise code is right.
-            return nnx.BatchNorm.__call__(self, whole(x), use_running_average, mask=mask)
+            return _own_batch_norm(self, whole(x), use_running_average, mask)
         x, scale, bias, *running = _operands(self, x, self.mean[...], self.var[...])
         settings, applied = NormSettings.of(self), self.shardkit_plan
-        y, mean, var = batch_norm(settings, x, scale, bias, applied, running if frozen else None)
+        axes = spread_over(self, frozen)
+        y, mean, var = batch_norm(settings, x, scale, bias, applied, running if frozen else None, axes)
         if not frozen:
             self.mean[...] = _running(self.mean[...], mean, self.momentum)
             self.var[...] = _running(self.var[...], var, self.momentum)
@@ -63,7 +81,7 @@ class SpatialGroupNorm(nnx.GroupNorm):
     shardkit_plan: Applied
 
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
-        reason = why_not_norm(self, mask)
+        reason = why_not_alone(self, mask)
         if self.reduction_axes is not None:
             reason = f"it has its own reduction_axes={self.reduction_axes}"
         if reason is not None:
@@ -79,7 +97,7 @@ class SpatialInstanceNorm(nnx.InstanceNorm):
     shardkit_plan: Applied
 
     def __call__(self, x: Any, *, mask: Any = None) -> Any:
-        reason = why_not_features(self.feature_axes, x.ndim) or why_not_norm(self, mask)
+        reason = why_not_features(self.feature_axes, x.ndim) or why_not_alone(self, mask)
         if reason is not None:
             say_once(self.shardkit_plan, "InstanceNorm", reason)
             return nnx.InstanceNorm.__call__(self, whole(x), mask=mask)
@@ -92,7 +110,7 @@ def _layer_norm(layer: Any, x: Any, mask: Any, centered: bool) -> Any:
     applied: Applied = layer.shardkit_plan
     if is_local(x, dims_of(layer.reduction_axes, x.ndim), applied):
         return None  # elementwise in space, with a mask or an axis_name too
-    reason = why_not_norm(layer, mask)
+    reason = why_not_alone(layer, mask)
     if reason is not None:
         say_once(applied, "LayerNorm" if centered else "RMSNorm", reason)
         return None

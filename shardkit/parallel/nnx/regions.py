@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from shardkit.arrays import Padded
+from shardkit.optim.batch import batch_cut
 from shardkit.optim.examples import current_examples
 from shardkit.parallel.layers.convs import check_batch_cut
 from shardkit.parallel.nnx.wrapping import own_class
@@ -100,6 +101,10 @@ def _why_not(layer: Any, args: tuple[Any, ...], applied: Applied) -> list[str]:
         return ["layers in it have plans of their own"]
     if current_examples() is not None and any(isinstance(m, nnx.Dropout) for _, m in nnx.iter_graph(layer)):
         return ['keys="shared": masks of a spread batch are its dropout layers\' own']
+    if batch_cut() and any(
+        isinstance(m, nnx.BatchNorm) and not m.use_running_average for _, m in nnx.iter_graph(layer)
+    ):
+        return ["sk.value_and_grad: statistics of a spread batch are its BatchNorm layers' own"]
     return []
 
 
