@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,12 @@ try:
     from jax.sharding import UnreducedKind  # type: ignore[attr-defined]
 except ImportError:  # jax 0.10: unreduced can only mean a sum
     UnreducedKind = None
+
+try:
+    from jax.experimental.hijax import register_hitype
+    from jax.interpreters.xla import canonicalize_dtype_handlers
+except ImportError:  # a JAX without them refuses such values in jax.lax, in words of its own
+    register_hitype = canonicalize_dtype_handlers = None
 
 
 def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
@@ -61,3 +67,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def made_manual(params: Mapping[str, Any]) -> Any:
     """Of a ``shard_map`` equation's parameters: the mesh axes that it makes manual."""
     return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+
+
+def arrays_in_lax(kind: type, array_of: Callable[[Any], jax.Array]) -> None:
+    """Has ``jax.lax`` take values of a type by the array that ``array_of`` makes of them.
+
+    ``__jax_array__`` does so in ``jax.numpy`` alone, while derivatives of ``jax.nn`` are written in ``jax.lax``.
+    """
+    if register_hitype is not None and canonicalize_dtype_handlers is not None:
+        register_hitype(kind, lambda x: jax.typeof(array_of(x)))
+        canonicalize_dtype_handlers[kind] = array_of  # before any trace sees it, so derivatives flow

@@ -7,6 +7,7 @@ import contextvars
 import functools
 import math
 import operator
+import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -49,13 +50,14 @@ def make_mesh(
       {'dp': 1, 'sp': 1}
     """
     available = len(devices) if devices is not None else jax.device_count()
-    sizes = fill_sizes(axes, available)
+    alone = _launched_alone()
+    sizes = fill_sizes(axes, available, f"; {alone}" if alone else "")
     needed = math.prod(sizes.values())
     if needed > available:
-        raise ValueError(
-            f"mesh {dict(axes)} needs {needed} devices, but there are {available}; on a CPU, simulate them with "
-            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used'
+        cure = alone or (
+            f'on a CPU, simulate them with jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used'
         )
+        raise ValueError(f"mesh {dict(axes)} needs {needed} devices, but there are {available}; {cure}")
     if devices is not None and needed != available:
         raise ValueError(f"mesh {dict(axes)} needs {needed} devices, but {available} were given in devices=")
     types = axis_types_of(axis_types, tuple(sizes))
@@ -69,12 +71,24 @@ def make_mesh(
         return Mesh(order, names, axis_types=types)
 
 
-def fill_sizes(axes: Mapping[str, int], available: int) -> dict[str, int]:
+def _launched_alone() -> str | None:
+    """What to do in a process that our launcher started as one of several, and that sees its own devices alone."""
+    processes = os.environ.get("SHARDKIT_NUM_PROCESSES", "1")
+    if processes == "1" or jax.distributed.is_initialized():
+        return None
+    return (
+        f"this process is one of {processes} that python -m shardkit.launch started, and isn't connected to the "
+        "others: call sk.initialize() first in the script, before JAX is used"
+    )
+
+
+def fill_sizes(axes: Mapping[str, int], available: int, reason: str = "") -> dict[str, int]:
     """Sizes of the axes of a mesh, checked, with -1 filled in.
 
     Args:
       axes: as given by the user.
       available: the devices that a size of -1 shares in.
+      reason: of there being so few, if one is known: the end of the error that says so.
 
     Raises:
       TypeError, ValueError: as ``make_mesh``; but sizes may come to more than the devices available.
@@ -99,7 +113,7 @@ def fill_sizes(axes: Mapping[str, int], available: int) -> dict[str, int]:
         if available % fixed:
             raise ValueError(
                 f"{available} devices can't be split into {dict(axes)}: the fixed axes take {fixed}, which does "
-                f"not divide {available}"
+                f"not divide {available}{reason}"
             )
         sizes[free[0]] = available // fixed
     return sizes
@@ -269,6 +283,11 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | None, *values: Any, what: str) -> M
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{what}: mesh must be a jax.sharding.Mesh (sk.make_mesh makes one), got {mesh!r}")
+    if isinstance(mesh, Mesh) and mesh.size and not hasattr(mesh.devices.flat[0], "platform"):
+        raise TypeError(
+            f"{what}: mesh must hold devices, as sk.make_mesh({dict(mesh.shape)}) makes it; this jax.sharding.Mesh was "
+            f"made of {type(mesh.devices.flat[0]).__name__}s"
+        )
     ambient = ambient_mesh()
     if ambient is not None and ambient.manual_axes:
         if mesh is not None and dict(mesh.shape) != dict(ambient.shape):

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.launch import environment
 from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, mesh_of, platform_of, resolve_mesh
 
 pytestmark = pytest.mark.smoke
@@ -79,6 +80,32 @@ def test_the_devices_given_are_the_devices_used():
 def test_bad_meshes(axes, kind, message):
     with refuses(message, kind):
         sk.make_mesh(axes)
+
+
+@pytest.mark.parametrize("axes", [{"x": 16}, {"x": 4, "y": 4}, {"x": 16, "y": -1}])
+def test_a_process_that_was_launched_and_never_connected_is_told(monkeypatch, axes):
+    for name, value in environment.variables(environment.Told("127.0.0.1:4000", 2, 1, 8)).items():
+        monkeypatch.setenv(name, value)
+    with refuses("this process is one of 2 that python -m shardkit.launch started") as raised:
+        sk.make_mesh(axes)
+    assert "call sk.initialize() first in the script" in str(raised.value)
+    assert "jax_num_cpu_devices" not in str(raised.value)
+    with refuses("only one mesh axis can be -1") as raised:
+        sk.make_mesh({"x": -1, "y": -1})
+    assert "launch" not in str(raised.value)
+    monkeypatch.setenv(environment.PROCESSES, "1")
+    with refuses("devices") as raised:
+        sk.make_mesh(axes)
+    assert "launch" not in str(raised.value)
+
+
+def test_a_mesh_of_numbers_is_refused():
+    numbers = jax.sharding.Mesh(np.arange(8).reshape(2, 4), ("dp", "sp"))
+    text = "mesh must hold devices, as sk.make_mesh({'dp': 2, 'sp': 4}) makes it; this jax.sharding.Mesh was made of"
+    with refuses(text, TypeError):
+        sk.shard_tensor(np.ones(8), {"dp": sk.Shard(0)}, numbers)
+    with refuses(text, TypeError):
+        sk.partition(lambda x: x, {"dp": sk.Shard(0)}, mesh=numbers)(np.ones(8))
 
 
 def test_too_many_devices_given():

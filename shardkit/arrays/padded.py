@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from shardkit._compat import spec_entries
+from shardkit._compat import arrays_in_lax, spec_entries
 from shardkit.placements import entry_names
 
 
@@ -27,7 +27,8 @@ class Padded:
     dim of ``array`` has ``ceil(size / n)`` elements a shard, of which only those below the logical
     size (in elements) mean anything. A pytree: it crosses ``jit``, ``grad`` and optimizers as it is.
 
-    Used as an array (``y + 1``, ``jnp.sum(y)``, ``np.asarray(y)``) it stands for its ``value``.
+    Used as an array (``y + 1``, ``jnp.sum(y)``, ``jax.nn.relu(y)``, ``np.asarray(y)``) it stands for its ``value``.
+    Give ``y.value`` itself to functions with a ``jax.custom_vjp``, whose rules would have to return a ``Padded``.
 
     Attributes:
       array: the padded array, evenly sharded. Inside a manual region: this device's block.
@@ -92,6 +93,7 @@ class Padded:
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # like an array: == is elementwise
     __array_priority__ = 100  # NumPy leaves `ndarray + padded` to us
+    _committed: ClassVar[bool] = False  # jax.lax.full_like: the padded array's sharding isn't one of the logical shape
 
     def __jax_array__(self) -> jax.Array:
         return self.value
@@ -139,6 +141,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 Padded.__neg__ = lambda self: -self.value  # type: ignore[attr-defined]
 Padded.__abs__ = lambda self: abs(self.value)  # type: ignore[attr-defined]
 Padded.__invert__ = lambda self: ~self.value  # type: ignore[attr-defined]
+arrays_in_lax(Padded, lambda padded: padded.value)
 
 
 def _release_uneven_explicit(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -156,7 +157,8 @@ def _is_anothers_doing(error: Exception, path: Any) -> bool:
     if isinstance(error, OSError):
         moved = isinstance(error, FileNotFoundError | FileExistsError) or error.errno == errno.ENOTEMPTY
     else:
-        moved = str(error).startswith(("NOT_FOUND:", "FAILED_PRECONDITION:"))  # of tensorstore
+        # Of tensorstore; of orbax, whose list of the arrays is gone or another's.
+        moved = str(error).startswith(("NOT_FOUND:", "FAILED_PRECONDITION:", "No ArrayMetadata found"))
     try:
         return moved and path.is_dir()
     except OSError:
@@ -171,5 +173,7 @@ def _newest(path: Any) -> int | None:
 
 
 def _words(error: Exception) -> str:
-    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0].rstrip(".")
+    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0]
+    text = re.split(r" But input PyTree contains| [^ ]*ParamInfo\(", text, maxsplit=1)[0]  # of orbax, for its makers
+    text = re.sub(r"<([\w.]+) object at 0x[0-9a-f]+>", r"\1", text).rstrip(".:")
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -117,14 +117,37 @@ def _page(args: argparse.Namespace) -> Any:
     mesh = sk.make_mesh(args.mesh) if args.target is None else sk.target_mesh(args.target, args.mesh)
     if args.arg:
         return sk.explain(function, *(_described(given, mesh) for given in args.arg), mesh=mesh)
-    takes = bool(inspect.signature(function).parameters)
-    job = function(mesh) if takes else function()
+    job = _called(args.function, function, mesh)
     if not isinstance(job, tuple) or not job or not callable(job[0]):
         raise TypeError(
             f"{args.function} returned {type(job).__name__}, but what it returns must be what to explain and its "
             "arguments, (step, state, batch); to explain the function itself, give types with --arg"
         )
     return sk.explain(*job, mesh=mesh)
+
+
+def _called(name: str, function: Any, mesh: Any) -> Any:
+    """What a function returns that is called with the mesh, if it takes one.
+
+    Raises:
+      TypeError: it's none that can be called so: it is what's to be explained itself, as a step is.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    rule = (
+        "but the function named is called with the mesh and returns what to explain and its arguments, (step, state, "
+        "batch); to explain the function itself, give types with --arg"
+    )
+    if len(needed) > 1:
+        raise TypeError(f"{name} takes {', '.join(needed)}, {rule}")
+    try:
+        return function(mesh) if parameters else function()
+    except (TypeError, AttributeError) as error:
+        if "Mesh'" not in str(error):
+            raise
+        raise TypeError(f"{name} doesn't take a mesh, {rule}. It says: {str(error).splitlines()[0]}") from error
 
 
 def _simulate(mesh: dict[str, int]) -> None:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     if result.status:
         sys.stderr.write(f"{_PROGRAM}: {result.summary()}; none is left\n")
-    elif result.warning:
+    if result.warning:
         sys.stderr.write(f"{_PROGRAM}: {result.warning}\n")
     return result.status
 

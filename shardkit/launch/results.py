@@ -74,10 +74,15 @@ class Result:
 
     @property
     def warning(self) -> str | None:
-        """One line: that several ended well which were never one program. None if nothing of the kind was seen."""
+        """One line: that several were never one program, even where one failed. None if they were, or may have been."""
         count = len(self.processes)
-        if self.status or self.called or count == 1:
+        if self.called or count == 1 or (self.status and self.first_failure is None):
             return None
+        if self.status:
+            return (
+                f"none of the {count} processes had called sk.initialize() by then: where a script doesn't call it "
+                "first, each process runs all of the program for itself"
+            )
         return (
             f"none of the {count} processes called sk.initialize(), so that each ran all of the program for itself "
             "(unless they were connected in another way): call it first in the script, or start one process"

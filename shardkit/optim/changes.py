@@ -11,8 +11,8 @@ import jax
 
 _TODO = (
     "split the module (graphdef, params, rest = nnx.split(model, nnx.Param, ...)), put it together in the loss by "
-    "nnx.merge(graphdef, params, rest, copy=True), and return what changed (rest of another nnx.split there) as aux, "
-    "has_aux=True"
+    "nnx.merge(graphdef, params, rest, copy=True), and return what changed as aux (has_aux=True): "
+    "nnx.state(model, (nnx.BatchStat, nnx.RngCount)), which nnx.merge_state(rest, changed) puts back"
 )
 
 
@@ -69,3 +69,16 @@ def _listed(paths: Sequence[str]) -> str:
 
 def _name(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path)
+
+
+def of_random_state(tree: Any) -> list[bool]:
+    """For each leaf whether it's of an nnx variable that random numbers are drawn with: a key, or a count of draws.
+
+    Those are a part of no batch, whatever their dtype.
+    """
+    if "flax.nnx" not in sys.modules:
+        return [False] * len(jax.tree.leaves(tree))
+    from flax import nnx
+
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [isinstance(x, nnx.RngState) for x in found for _ in jax.tree.leaves(x)]

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shardkit import scopes
 from shardkit._compat import spec_entries, varying_axes
 from shardkit.optim.batch import Leaf, cutting, entering
+from shardkit.optim.changes import of_random_state
 from shardkit.optim.examples import examples_here, place, read_cuts
 from shardkit.optim.parameters import Parameter
 from shardkit.placements import AnyMesh
@@ -171,9 +172,13 @@ class Region:
         shapes = jax.eval_shape(lambda: one(0, [None if p is None else p[0] for p in parts])[0])
         start = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), self._names), shapes)
         (total, count, grads), aux = lax.scan(step, start, (jnp.arange(slices), parts))
-        return total, count, grads, jax.tree.map(self._aux_over_slices, aux)
+        leaves, tree = jax.tree.flatten(aux)
+        found = [self._aux_over_slices(x, draws) for x, draws in zip(leaves, of_random_state(aux), strict=True)]
+        return total, count, grads, jax.tree.unflatten(tree, found)
 
-    def _aux_over_slices(self, x: Any) -> Any:
+    def _aux_over_slices(self, x: Any, draws: bool) -> Any:
+        if draws and x.ndim == 1:
+            return x[0]
         if x.ndim > 1:
             return x.reshape(-1, *x.shape[2:])
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -200,18 +205,27 @@ class Region:
 
     def _aux_over_devices(self, aux: Any) -> tuple[list[Any], list[Any]]:
         leaves, self._aux_tree = jax.tree.flatten(aux)
+        draws = of_random_state(aux)
         leaves = [jnp.asarray(x) for x in leaves]
         # What is the same on all devices (statistics that were averaged over them) comes out once, as it is.
         self._aux_is_array = [x.ndim > 0 and (self._slices > 1 or self._varies_along(x)) for x in leaves]
-        pairs = list(zip(leaves, self._aux_is_array, strict=True))
-        once = [x if x.ndim else self._scalar(x) for x, is_part in pairs if not is_part]
-        return once, [self._stacked(x) for x, is_part in pairs if is_part]
+        found = list(zip(leaves, draws, self._aux_is_array, strict=True))
+        once = [x if x.ndim else self._scalar(x, own) for x, own, is_part in found if not is_part]
+        return once, [self._stacked(x) for x, _, is_part in found if is_part]
 
     def _varies_along(self, x: Any) -> bool:
         """Whether it isn't known to be the same on all devices along the batch axes."""
         return not varying_axes(x).isdisjoint(self._names)
 
-    def _scalar(self, x: Any) -> Any:
+    def _scalar(self, x: Any, draws: bool) -> Any:
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if (draws or key) and not self._varies_along(x):
+            return x
+        if key:
+            raise TypeError(
+                'value_and_grad: aux has a random key that is another on each device (keys="split"), so that none can '
+                "come out; leave keys out of aux: nnx.state(model, (nnx.BatchStat, nnx.RngCount)) has what changes"
+            )
         # Over the axes that the loss varies along, even where this doesn't: a number of examples is to be added up.
         varies = tuple(n for n in self._names if n in varying_axes(x) or n in self._varies)
         x = varying(x, varies)

@@ -70,14 +70,25 @@ def reshard(
     where = concrete_mesh(resolve_mesh(mesh, x, what="reshard"))
     goal = Layout(where, placements).resolved(len(x.shape))
     goal.reduce  # noqa: B018  # two kinds are refused before anything else is
-    # Keys of random numbers only JAX can take apart, and what's only described needn't be moved.
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or isinstance(x, jax.ShapeDtypeStruct):
-        return shard_tensor(x, goal)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _described(x, src, goal)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return shard_tensor(x, goal)  # keys of random numbers, which only JAX can take apart
     if not isinstance(x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x, Tracer):
         check_holds_arrays(where, "reshard")
     if manual_axes():
         return _within(x, src, goal)
     return _anywhere(x, _source(x, src), goal)
+
+
+def _described(x: jax.ShapeDtypeStruct, src: Placements | Layout | None, goal: Layout) -> Any:
+    """What's only described needn't be moved: it's said to be elsewhere."""
+    if goal.partial_axes or (src is not None and Layout(goal.mesh, src).resolved(len(x.shape)).partial_axes):
+        raise ValueError(
+            "reshard: a jax.ShapeDtypeStruct stands for a whole value, so that it has no Partial placement; "
+            "jax.eval_shape of sk.reshard in a function gives one, and sk.plan_reshard says what it costs"
+        )
+    return shard_tensor(x, goal)
 
 
 def unshard(x: Any) -> jax.Array:

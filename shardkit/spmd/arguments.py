@@ -47,17 +47,16 @@ def spread(prefix: Any, tree: Any, name: str) -> list[Any]:
             "name, a PartitionSpec, a NamedSharding, or None"
         )
 
-    def misfit(given: Any, wanted: Any) -> str:
+    def misfit(given: str, wanted: str) -> str:
         return (
-            f"partition: {name} doesn't match the tree it speaks of: {given} is no prefix of "
-            f"{wanted}; give placements once for a whole branch, or a tree of "
-            "the same structure"
+            f"partition: {name} doesn't match the tree it speaks of: given are {given}, wanted {wanted} (* for each "
+            "array); give placements once for a whole branch, or a tree of the same structure"
         )
 
     return spread_over(prefix, tree, bad, misfit)
 
 
-def spread_over(prefix: Any, tree: Any, bad: Callable[[Any], str], misfit: Callable[[Any, Any], str]) -> list[Any]:
+def spread_over(prefix: Any, tree: Any, bad: Callable[[Any], str], misfit: Callable[[str, str], str]) -> list[Any]:
     """The same, with words of one's own for what is no placements, and for structures that don't match."""
     if is_placements(prefix):
         return [prefix] * len(jax.tree.leaves(tree, is_leaf=is_whole))
@@ -68,8 +67,13 @@ def spread_over(prefix: Any, tree: Any, bad: Callable[[Any], str], misfit: Calla
     try:
         branches = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as err:
-        raise ValueError(misfit(treedef, jax.tree.structure(tree, is_leaf=is_whole))) from err
+        raise ValueError(misfit(*map(_shown, (treedef, jax.tree.structure(tree, is_leaf=is_whole))))) from err
     return [x for x, branch in zip(leaves, branches, strict=True) for _ in jax.tree.leaves(branch, is_leaf=is_whole)]
+
+
+def _shown(treedef: Any) -> str:
+    """A structure as one writes it: "{'a': *, 'b': (*, *)}"."""
+    return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
 
 
 @dataclasses.dataclass(frozen=True)

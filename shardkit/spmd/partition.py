@@ -17,6 +17,7 @@ from shardkit.meshes import ambient_mesh, concrete_mesh, manual_axes, resolve_me
 from shardkit.placements import AnyMesh, Layout
 from shardkit.spmd.arguments import INFERRED, Call, abstract, read_call, spread
 from shardkit.spmd.differentiated import with_own_derivative
+from shardkit.spmd.looking import LOOKED, looked
 from shardkit.spmd.program import Program
 from shardkit.spmd.ready import Ready, make_ready
 from shardkit.spmd.setting import ANYWHERE, REDUCED
@@ -52,8 +53,8 @@ def partition(
         others; so are ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint``. ``sk.constrain`` and
         ``lax.with_sharding_constraint`` say where a value shall be.
       in_placements: placements in any form, once for all arguments; or a tuple with one entry an argument, each
-        placements or a pytree of them that is a prefix of the argument. None: as the arrays are (replicated, if they
-        don't say).
+        placements or a pytree of them that is a prefix of the argument. None, or no entry for the last arguments: as
+        the arrays are (replicated, if they don't say).
       out_placements: the same for the results. None: wherever they are cheapest, but not Partial; "inferred": Partial,
         too, as a ``PartialArray``.
       mesh: else that of a ``Layout``/``NamedSharding`` placement, of an argument, or the ambient one.
@@ -147,7 +148,7 @@ class Partitioned:
           ValueError: placements that don't match the arguments, sizes that don't divide, no mesh; called inside
             ``jax.shard_map``, or under another ambient mesh.
           NotImplementedError: host callbacks and other effects; an operation without a rule (``unknown="error"``).
-          TypeError: static arguments that don't hash.
+          TypeError: static arguments that don't hash; the function looks at the values of others.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         kind = _kind(leaves, tree)
@@ -284,7 +285,10 @@ class Partitioned:
             return self._fun(*args, **kwargs)
 
         with _ambient(mesh):
-            graph, results = trace(flat, *map(abstract, call.arrays))
+            try:
+                graph, results = trace(flat, *map(abstract, call.arrays))
+            except LOOKED as error:
+                raise looked(error, getattr(self._fun, "__name__", repr(self._fun))) from error
         ready = make_ready(graph, call.layouts, self._goals(results, mesh), mesh, self._unknown, call.donated)
         if graph.custom and len(ready.stages) == 1:
             (stage,) = ready.stages

@@ -53,9 +53,9 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
             "NamedSharding, an sk.Layout, or None (not checked)"
         )
 
-    def misfit(given: Any, wanted: Any) -> str:
+    def misfit(given: str, wanted: str) -> str:
         return (
-            f"the placements {given} are no prefix of the tree {wanted}; give "
+            f"the placements {given} are no prefix of the tree {wanted} (* for each array); give "
             "them once for a whole branch, or in a tree of the same structure"
         )
 

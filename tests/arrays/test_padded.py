@@ -208,6 +208,70 @@ def test_it_is_neither_true_nor_a_key(padded):
         hash(padded)
 
 
+# --- in jax.lax, which asks no __jax_array__ ------------------------------------------------------
+
+
+@jax.custom_jvp
+def own(x):
+    return jnp.maximum(x, 0)
+
+
+@own.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return own(x), jax.lax.select(x > 0, dx, jax.lax.full_like(dx, 0))
+
+
+# Written in jax.lax, or with derivatives that are.
+FUNCTIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "sigmoid": jax.nn.sigmoid,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "softplus": jax.nn.softplus,
+    "softmax": jax.nn.softmax,
+    "sinc": jnp.sinc,
+    "lax.logistic": jax.lax.logistic,
+    "lax.clamp": lambda x: jax.lax.clamp(-0.5, x, 0.5),
+    "lax.select": lambda x: jax.lax.select(x > 0, x, jax.lax.full_like(x, 0)),
+    "lax.reduce_max": lambda x: jax.lax.reduce_max(x, (1,)),
+    "own": own,
+}
+WAYS = {
+    "eagerly": lambda f, x: f(x),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
+    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,))[1],
+    "grad": lambda f, x: jax.grad(lambda x: jnp.sum(f(x) ** 2))(x),
+    "jit of grad": lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(x),
+    "grad of jit": lambda f, x: jax.grad(jax.jit(lambda x: jnp.sum(f(x) ** 2)))(x),
+    "of a checkpoint": lambda f, x: jax.jit(jax.grad(jax.checkpoint(lambda x: jnp.sum(f(x) ** 2))))(x),
+    "twice": lambda f, x: jax.jvp(jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2))), (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.every(2)
+def test_functions_of_jax_lax_and_their_derivatives(padded, name, way):
+    expected = WAYS[way](FUNCTIONS[name], jnp.asarray(X))
+    np.testing.assert_allclose(WAYS[way](FUNCTIONS[name], padded), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_derivative_moves_no_elements(mesh_for):
+    padded = repad(X, mesh_for({"sp": 4}))
+    gradient = jax.jit(jax.grad(lambda p: jax.nn.relu(p).sum()))
+    assert len(sk.collectives(gradient, padded)) == 0
+    np.testing.assert_array_equal(gradient(padded).value, X > 0)
+
+
+def test_a_block_has_no_value_in_jax_lax_either(padded, mesh):
+    with pytest.raises(ValueError, match=re.escape("use .array there, and .value outside")):
+        jax.shard_map(jax.nn.sigmoid, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))(padded)
+
+
 # --- inside a manual region -----------------------------------------------------------------------
 
 

@@ -243,7 +243,21 @@ def mixed(directory):
     raise ValueError(f"FAILED_PRECONDITION: Error writing to {directory}: Configuration mismatch")
 
 
-@pytest.mark.parametrize("meanwhile", [deleted, written_first, mixed])
+def unlisted(directory):
+    raise ValueError(
+        f"No ArrayMetadata found for process_index=0 in the checkpoint directory: {directory}. But input PyTree "
+        "contains at least one jax.Array param_info: ParamInfo(name='x', path=<etils.Path object at 0x7f36f5c40634>)."
+    )
+
+
+def half_listed(directory):
+    raise ValueError(
+        "No ArrayMetadata found for param_info: ParamInfo(name='x', at=<etils.Path object at 0x7f36f5c40634>), "
+        f"checkpoint directory: {directory}, process_index=0."
+    )
+
+
+@pytest.mark.parametrize("meanwhile", [deleted, written_first, mixed, unlisted, half_listed])
 def test_another_process_writes_at_the_same_time(tmp_path, monkeypatch, meanwhile):
     """Two saves of one step take each other's files away."""
     finalize = Handler.finalize
@@ -254,7 +268,17 @@ def test_another_process_writes_at_the_same_time(tmp_path, monkeypatch, meanwhil
 
     monkeypatch.setattr(Handler, "finalize", interfered)
     text = r"to which another process writes, too: .* call sk\.initialize\(\) first.* What was noticed: \S+"
-    with pytest.raises(sk.CheckpointError, match=text):
+    with pytest.raises(sk.CheckpointError, match=text) as raised:
+        sk.save(tmp_path, {"x": jnp.arange(4.0)}, 1)
+    assert " at 0x" not in str(raised.value)
+
+
+def test_errors_name_no_addresses(tmp_path, monkeypatch):
+    def odd(self, directory):
+        raise ValueError("<orbax.Info object at 0x7f36f5c40634> is odd.")
+
+    monkeypatch.setattr(Handler, "finalize", odd)
+    with pytest.raises(sk.CheckpointError, match=r"could not be written to \S+: orbax\.Info is odd; there is no"):
         sk.save(tmp_path, {"x": jnp.arange(4.0)}, 1)
 
 

@@ -28,6 +28,13 @@ def gathers(x, kernel):  # as XLA does for a convolution in groups
 
 def wrong(mesh):
     return 7
+
+@jax.jit
+def jitted(x):
+    return x + 1
+
+def broken(mesh):
+    raise TypeError("a builder's own mistake")
 """
 
 
@@ -76,9 +83,21 @@ def test_strict_fails_where_nobody_asked_for_a_collective(file, capsys):
     ("name", "words", "message"),
     [
         ("some_job.py", (), "names no function; write module:function or path/to/file.py:function"),
-        ("some_job.py:nothing", (), "has no 'nothing'; it has gathers, job, plain, wrong"),
+        ("some_job.py:nothing", (), "has no 'nothing'; it has broken, gathers, jitted, job, plain, wrong"),
         ("no_file.py:job", (), "there is no file"),
         ("some_job.py:wrong", (), "returned int, but what it returns must be what to explain and its arguments"),
+        ("some_job.py:gathers", (), "takes x, kernel, but the function named is called with the mesh and returns what"),
+        (
+            "some_job.py:plain",
+            (),
+            "doesn't take a mesh, but the function named is called with the mesh and returns what",
+        ),
+        (
+            "some_job.py:jitted",
+            (),
+            "to explain the function itself, give types with --arg. It says: Error interpreting",
+        ),
+        ("some_job.py:broken", (), "shardkit explain: a builder's own mistake\n"),
         ("some_job.py:job", ("--target", "tpu:v9:2x2"), "'v9' is unknown; known are tpu:v2:AxB"),
         ("some_job.py:job", ("--mesh", "dp=1024"), "needs 1024 devices, but there are 8"),
     ],

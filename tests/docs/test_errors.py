@@ -15,6 +15,7 @@ from flax import nnx
 from jax import numpy as jnp
 
 import shardkit as sk
+from shardkit.checkpoint.writing import Handler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,6 +59,39 @@ def in_shard_map():
     jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=jax.P("sp"), out_specs=jax.P("sp")))(jnp.ones(8))
 
 
+def launched():
+    """A mesh of all processes, in one of two that were started together and aren't connected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDKIT_NUM_PROCESSES", "2")
+        sk.make_mesh({"dp": 16})
+
+
+def interfered(path):
+    """A save whose folder another process takes away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, "finalize", lambda self, directory: (directory / "none").unlink())
+        sk.save(path, {"w": jnp.ones(4)}, step=1)
+
+
+@jax.custom_vjp
+def own_derivative(x):
+    return x
+
+
+own_derivative.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.ones(6),))
+
+
+def update(gradients, weights):
+    tx = optax.adam(1.0)
+    return tx.update({"w": gradients}, tx.init({"w": weights}), {"w": weights})
+
+
+def with_module(loss, **options):
+    module = nnx.Sequential(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    step = sk.value_and_grad(loss, batch_axes="sp", batch_argnums=2, mesh=mesh(), **options)
+    return step(jnp.float32(1), module, jnp.ones((8, 3), jnp.float32))
+
+
 def printing(x):
     jax.debug.print("{}", x)
     return x + 1
@@ -89,6 +123,13 @@ def attention(length=8, heads=2):
 CASES = {
     "no mesh": lambda _: sk.shard_tensor(jnp.ones(4), [sk.Shard(0)]),
     "too few devices": lambda _: sk.make_mesh({"dp": 16}),
+    "launched alone": lambda _: launched(),
+    "jax.make_mesh's form": lambda _: sk.make_mesh((2, 4)),
+    "padded custom_vjp": lambda _: jax.grad(lambda x: own_derivative(x).sum())(
+        sk.shard_tensor(jnp.ones(6), {"sp": sk.Shard(0)}, mesh(), uneven="pad")
+    ),
+    "Partial in jax.lax": lambda _: jax.nn.sigmoid(partial()),
+    "Partial in optax": lambda _: update(partial(), jnp.ones(4, "float32")),
     "devices that don't split": lambda _: sk.make_mesh({"dp": 3, "sp": -1}),
     "unknown axis": lambda _: sk.shard_tensor(jnp.ones(4), {"tp": sk.Shard(0)}, mesh()),
     "no such dim": lambda _: sk.shard_tensor(jnp.ones(4), {"sp": sk.Shard(1)}, mesh()),
@@ -116,6 +157,10 @@ CASES = {
     "zigzag": lambda _: sk.to_zigzag(jnp.ones((1, 12)), axis="sp", mesh=mesh()),
     "argument doesn't divide": lambda _: sk.partition(lambda x: x + 1, {"sp": sk.Shard(0)}, mesh=mesh())(jnp.ones(6)),
     "callback": lambda _: sk.partition(printing, {"sp": sk.Shard(0)}, mesh=mesh())(jnp.ones(8)),
+    "looks at values of a program": lambda _: sk.partition(
+        lambda x: x if x.sum() > 0 else -x, {"sp": sk.Shard(0)}, mesh=mesh()
+    )(jnp.ones(4)),
+    "other results": lambda _: sk.partition(lambda x: x, {}, {"a": {}}, mesh=mesh())(jnp.ones(4)),
     "looks at values": lambda _: sk.explain(lambda x: x if x.sum() > 0 else -x, jnp.ones(4)),
     "other collectives": lambda _: sk.assert_collectives(
         jnp.sum, sk.shard_tensor(jnp.ones(8), {"sp": sk.Shard(0)}, mesh()), all_reduce=0
@@ -125,6 +170,8 @@ CASES = {
     "batch": lambda _: gradients(rows=6),
     "microbatches": lambda _: gradients(microbatches=3),
     "no scalar": lambda _: gradients(lambda w, x: x @ w),
+    "lost changes": lambda _: with_module(lambda w, module, x: w * jnp.mean(module(x))),
+    "a key in aux": lambda _: with_module(lambda w, m, x: (w * jnp.mean(m(x)), nnx.state(m)), has_aux=True),
     "stage 2 all_reduce": lambda _: sk.shard_optimizer(
         optax.sgd(1.0), sk.ShardingStage2("sp"), fuse="all_reduce", mesh=mesh()
     ),
@@ -138,6 +185,7 @@ CASES = {
     "part of a batch": lambda _: sk.shard_batch(np.arange(6), {"sp": sk.Shard(0)}, mesh()),
     "no checkpoint": lambda path: sk.restore(path, {"w": jnp.ones(4)}),
     "checkpoint is there": lambda path: sk.save(saved(path), {"w": jnp.ones(4)}, step=1),
+    "another process": interfered,
     "other target": lambda path: sk.restore(saved(path), {"w": jnp.ones(5)}),
     "not finite": lambda _: sk.check_finite({"loss": jnp.array(jnp.nan)}, "the loss", step=3),
     "process number": lambda _: sk.initialize("127.0.0.1:1", 2, 5),

@@ -62,7 +62,11 @@ def test_it_runs_a_script_and_a_module(launcher, tmp_path):
     out, err = badly.communicate(timeout=120)
     assert sorted(out.splitlines()) == [f"[{p}] ['--port', 'x']" for p in range(2)]
     assert badly.returncode == 7
-    assert err == "python -m shardkit.launch: process 1 ended with exit status 7; none is left\n"
+    assert err == (
+        "python -m shardkit.launch: process 1 ended with exit status 7; none is left\n"
+        "python -m shardkit.launch: none of the 2 processes had called sk.initialize() by then: where a script doesn't "
+        "call it first, each process runs all of the program for itself\n"
+    )
 
 
 @pytest.mark.parametrize(

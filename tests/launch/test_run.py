@@ -238,14 +238,25 @@ def test_exit_status(processes, first, number, status):
 
 @pytest.mark.parametrize(
     ("statuses", "called", "warns"),
-    [([0, 0], False, True), ([0, 0], True, False), ([0], False, False), ([0, 3], False, False)],
+    [
+        ([0, 0], False, "none of the 2 processes called sk.initialize(), so that each ran all"),
+        ([0, 0], True, None),
+        ([0], False, None),
+        ([0, 3], False, "none of the 2 processes had called sk.initialize() by then: where a script doesn't call"),
+        ([0, 3], True, None),
+        ([3], False, None),
+    ],
 )
 def test_processes_that_never_met_are_told(statuses, called, warns):
     ended = tuple(Ended(process, of) for process, of in enumerate(statuses))
     first = next((ended.process for ended in ended if ended.status), None)
     warning = Result(ended, first, called=called).warning
-    assert (warning is not None) == warns
-    assert warning is None or warning.startswith("none of the 2 processes called sk.initialize(), so that each ran all")
+    assert (warning is not None) == (warns is not None)
+    assert warning is None or warning.startswith(warns)
+
+
+def test_processes_that_a_signal_ended_are_not_told():
+    assert Result((Ended(0, 0), Ended(1, -15)), None, signal.SIGTERM, called=False).warning is None
 
 
 def test_unknown_signals_have_no_name():

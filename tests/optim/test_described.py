@@ -166,3 +166,13 @@ def test_no_values_go_to_devices_that_are_only_described(what, call, monkeypatch
     told = re.escape(f"{what.strip()}: the devices of mesh {{'dp': 8}} are only described (sk.target_mesh)")
     with pytest.raises(ValueError, match=told):
         call(sk.make_mesh({"dp": 8}))
+
+
+def test_a_shape_is_a_whole_value():
+    mesh = sk.make_mesh({"dp": 8})
+    x = sk.shard_tensor(jax.ShapeDtypeStruct((8, 6), jnp.float32), {"dp": sk.Shard(0)}, mesh)
+    for call in (lambda: sk.reshard(x, {"dp": sk.Partial()}), lambda: sk.reshard(x, {}, src={"dp": sk.Partial()})):
+        with pytest.raises(ValueError, match="stands for a whole value, so that it has no Partial placement"):
+            call()
+    with pytest.raises(ValueError, match="name mesh axes"):
+        sk.reshard(x, {}, src={"nope": sk.Shard(0)})

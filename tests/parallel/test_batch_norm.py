@@ -245,3 +245,135 @@ def test_a_module_whose_changes_would_be_lost():
         jax.jit(sk.value_and_grad(lambda w, d, x: w * jnp.mean(d(x)), batch_axes="dp", batch_argnums=2, mesh=mesh))(
             jnp.ones(()), drops, X
         )
+
+
+def spread_loss(layer, mesh, x, **options):
+    """The mean of squares of what a layer makes of a spread batch, in the loss that one device has."""
+    options = {"batch_axes": "dp", "batch_argnums": 2, "mesh": mesh} | options
+    if isinstance(layer, nnx.Module):
+        graph, state = nnx.split(layer)
+        run = lambda s, x: nnx.merge(graph, s, copy=True)(x)  # noqa: E731
+    else:
+        state = layer.init(jax.random.key(0), x)
+        run = lambda s, x: layer.apply(s, x, mutable=["batch_stats"])[0]  # noqa: E731
+    step = sk.value_and_grad(lambda w, s, x: w * loss_of(run(s, x)), **options)
+    return float(jax.jit(step)(jnp.ones(()), state, x)[0]), float(loss_of(run(state, x)))
+
+
+class OwnNnx(nnx.BatchNorm):
+    def __call__(self, x, *args, **kwargs):
+        return super().__call__(x + 1, *args, **kwargs)
+
+
+class OwnLinen(nn.BatchNorm):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda: OwnNnx(3, rngs=nnx.Rngs(0)), lambda: OwnLinen(False)], ids=["nnx", "linen"])
+def test_a_class_made_of_one(make):
+    mesh = sk.make_mesh({"dp": 8})
+    got, wanted = spread_loss(sk.parallelize(make(), {"": sk.DataParallel("dp")}, mesh), mesh, X)
+    assert got == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("flax", CASES)
+def test_axes_that_cut_other_dims_too(flax, fast):
+    """What has been reduced over an axis, or isn't cut by it, isn't averaged over it once more."""
+    mesh = sk.make_mesh({"dp": 2, "sp": 4})
+    plan = {"": sk.ConvParallel("sp", dim="W")}
+    settings = {"use_fast_variance": fast}
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0), **settings) if flax == "nnx" else nn.BatchNorm(False, **settings)
+    norm = sk.parallelize(norm, plan, mesh)
+    got, wanted = spread_loss(norm, mesh, X, batch_axes={"dp": 0, "sp": 2})
+    assert got == pytest.approx(wanted, rel=1e-5)
+    plain = sk.parallelize(
+        nnx.BatchNorm(3, rngs=nnx.Rngs(0), **settings) if flax == "nnx" else nn.BatchNorm(False, **settings),
+        {"": sk.DataParallel("dp")},
+        mesh,
+    )
+    for x in (X, X[:, 0, 0]):  # the second isn't cut by "sp"
+        got, wanted = spread_loss(plain, mesh, x, batch_axes={"dp": 0, "sp": 2})
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_its_own_axis_and_others():
+    mesh = sk.make_mesh({"dp": 2, "fsdp": 4})
+    layer = nnx.BatchNorm(3, axis_name="dp", rngs=nnx.Rngs(0))
+    layer = sk.parallelize(layer, {"": sk.DataParallel("dp")}, mesh)
+    plain = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    step = sk.value_and_grad(
+        lambda w, s, x: w * loss_of(nnx.merge(graph, s, copy=True)(x)),
+        batch_axes=("dp", "fsdp"),
+        batch_argnums=2,
+        mesh=mesh,
+    )
+    value, _ = jax.jit(step)(jnp.ones(()), state, X)
+    np.testing.assert_allclose(value, loss_of(plain(X)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_statistics_in_short_floats_beside_an_auto_axis(dtype):
+    """XLA on CPU can't average them there; in float32 it can."""
+    mesh = sk.make_mesh({"dp": 4, "tp": 2})
+    norm = nn.BatchNorm(False, dtype=dtype, force_float32_reductions=False)
+    norm = sk.parallelize(norm, {"": sk.DataParallel("dp")}, mesh)
+    got, wanted = spread_loss(norm, mesh, jnp.asarray(X, dtype))
+    assert got == pytest.approx(wanted, rel=2e-2)
+
+
+def test_one_device_takes_masks():
+    mesh = sk.make_mesh({"dp": 1})
+    layer = sk.parallelize(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), {"": sk.DataParallel("dp")}, mesh)
+    graph, state = nnx.split(layer)
+    mask = np.ones((1, 4, 8, 1), bool)
+    step = sk.value_and_grad(
+        lambda w, s, x: w * loss_of(nnx.merge(graph, s, copy=True)(x, mask=mask)),
+        batch_axes="dp",
+        batch_argnums=2,
+        mesh=mesh,
+    )
+    value, _ = jax.jit(step)(jnp.ones(()), state, X)
+    np.testing.assert_allclose(value, loss_of(nnx.BatchNorm(3, rngs=nnx.Rngs(0))(X, mask=mask)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("keys", ["split", "shared"])
+def test_counts_of_draws_and_keys_come_out_as_they_are(keys, microbatches):
+    """A count is the same on all devices, and no part of a sum: else it would grow eightfold a step."""
+    mesh = sk.make_mesh({"dp": 8})
+
+    class Drops(nnx.Module):
+        def __init__(self, rngs):
+            self.drop, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.norm(x))
+
+    model = sk.parallelize(Drops(nnx.Rngs(0)), {"": sk.DataParallel("dp")}, mesh)
+    graph, rest = nnx.split(model)
+
+    def loss(kinds):
+        def of(w, rest, x):
+            model = nnx.merge(graph, rest, copy=True)
+            return w * loss_of(model(x)), nnx.state(model, kinds)
+
+        options = {"batch_axes": "dp", "batch_argnums": 2, "mesh": mesh, "keys": keys, "microbatches": microbatches}
+        return jax.jit(sk.value_and_grad(of, has_aux=True, **options))
+
+    x = np.concatenate([X, X])
+    run = loss((nnx.BatchStat, nnx.RngCount))
+    for step in range(1, 4):
+        (_, changed), _ = run(jnp.ones(()), rest, x)
+        if microbatches == 1:
+            rest = nnx.merge_state(rest, changed)
+        assert int(changed["drop"]["rngs"]["count"][...]) == (step if microbatches == 1 else 1)
+    whole = loss((nnx.BatchStat, nnx.RngState))
+    if keys == "shared":
+        (_, changed), _ = whole(jnp.ones(()), rest, x)
+        before, after = (s["drop"]["rngs"]["key"][...] for s in (rest, changed))
+        np.testing.assert_array_equal(jax.random.key_data(after), jax.random.key_data(before))
+    else:
+        with pytest.raises(TypeError, match="aux has a random key that is another on each device"):
+            whole(jnp.ones(()), rest, x)

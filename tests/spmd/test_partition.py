@@ -309,9 +309,35 @@ class TestRegionsWithin:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        "fun",
+        [
+            lambda x: x if x.sum() > 0 else -x,
+            lambda x: x * float(x.sum()),
+            lambda x: x * np.asarray(x),
+            lambda x: x[x > 0],
+            lambda x: [x for _ in range(x[0, 0].astype(int))],
+        ],
+    )
+    def test_a_function_that_looks_at_values(self, mesh, fun):
+        line = fun.__code__.co_firstlineno
+        text = rf"<lambda> looks at the values of its arguments, at \w+\.py:{line}, so that .* jax\.lax\.cond"
+        with pytest.raises(TypeError, match=text) as raised:
+            sk.partition(fun, {}, mesh=mesh)(X)
+        assert "shardkit" not in str(raised.value)
+
+    def test_arguments_without_an_entry_are_as_they_are(self, mesh):
+        program = sk.partition(jnp.matmul, ({"dp": S(0)},), mesh=mesh).program(X, X.T)
+        assert [p[0] for p in program.in_placements] == [S(0), sk.Replicate()]
+
     def test_placements_that_dont_match(self, mesh):
         with pytest.raises(ValueError, match="in_placements of argument 0 doesn't match"):
             sk.partition(lambda p: p["a"], ({"b": {"dp": S(0)}},), mesh=mesh)({"a": X})
+        with pytest.raises(
+            ValueError, match=r"given are \{'b': \*\}, wanted \{'a': \*\} \(\* for each array\); give"
+        ) as raised:
+            sk.partition(lambda p: p, {}, {"b": {"dp": S(0)}}, mesh=mesh)({"a": X})
+        assert "PyTreeDef" not in str(raised.value)
         with pytest.raises(ValueError, match="3 entries for 1 positional"):
             sk.partition(jnp.sin, (None, None, None), mesh=mesh)(X)
         with pytest.raises(TypeError, match="where placements belong"):

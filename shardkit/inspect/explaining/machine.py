@@ -12,13 +12,8 @@ from jax.sharding import Mesh
 from shardkit.inspect import compiling
 from shardkit.inspect.explaining.retarget import retarget
 from shardkit.meshes import ambient_mesh, standing_in
+from shardkit.spmd.looking import LOOKED
 
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 # What JAX says where a function's own devices aren't those of its arguments.
 _ELSEWHERE = ("incompatible devices", "context mesh", "cannot change the size of the mesh")
 
@@ -68,7 +63,7 @@ def _compile(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any,
         with _as_if_on(on):
             staged = compiling.lower_program(fun, args, kwargs)
             return staged if isinstance(staged, compiling.Program) else _compiled(staged)
-    except _NEEDS_VALUES as error:
+    except LOOKED as error:
         raise TypeError(
             f"explain: {name} looks at the values of its arguments, so that it can't be compiled from their shapes: "
             f"{str(error).splitlines()[0]} Arguments that must be known (sizes, flags) go into functools.partial, or "

@@ -255,7 +255,7 @@ def _written(operation: str, collective: Collective, name: str, elements: Sequen
 def _inserted(operation: str, collective: Collective, name: str, elements: Sequence[int], facts: Facts) -> Reason:
     by = f"XLA, for {operation}" if operation else "XLA"
     if collective.kind == "collective_permute" and operation in _WINDOWED:
-        return Reason(HALO, by)
+        return _passed_on(collective, name, elements, facts) or Reason(HALO, by)
     if collective.kind == "collective_permute" and operation in _SHIFTING:
         return Reason(RESHARD, f"{by}, along a cut dim")
     if operation in _ASKING and collective.kind not in _REDUCING:
@@ -301,6 +301,14 @@ def _gradient(collective: Collective, name: str, elements: Sequence[int], facts:
         return None
     first, *others = found
     return Reason(GRADIENT, f"as large as {first.name}" + (f" (or {len(others)} other)" if others else ""))
+
+
+def _passed_on(collective: Collective, name: str, elements: Sequence[int], facts: Facts) -> Reason | None:
+    """A gradient's sum that a TPU's compiler takes by turns in a loop: a part goes from device to device, and grows."""
+    if not collective.in_loop or "transpose(" not in name:
+        return None
+    found = _gradient(collective, name, [count * collective.group_size for count in elements], facts)
+    return found and Reason(GRADIENT, f"passed on in parts, {found.what}")
 
 
 def _parameter(collective: Collective, name: str, elements: Sequence[int], facts: Facts) -> Reason | None:

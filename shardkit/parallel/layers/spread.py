@@ -6,46 +6,75 @@ has the same loss on any mesh.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
 
+from shardkit._compat import varying_axes
 from shardkit.optim.batch import batch_cut
+from shardkit.parallel.layers.operands import array_of
+from shardkit.parallel.layers.setting import setting
 
 
-def spread_over(layer: Any, frozen: bool | None, mask: Any = None) -> Any:
-    """The mesh axes to average a batch norm's statistics over.
+def spread_over(layer: Any, x: Any, frozen: bool | None, mask: Any = None) -> Any:
+    """The axes to average a batch norm's statistics over.
 
     Args:
       layer: of nnx or linen.
+      x: its input.
       frozen: it takes running averages, no statistics.
       mask: that it's called with.
 
     Returns:
-      Its own ``axis_name``, else the axes that cut the batch; None where there are none.
+      Its own ``axis_name``, and the axes that cut the batch, of those that ``x`` isn't the same along; None where there
+      are none.
 
     Raises:
       NotImplementedError: a mask, with which parts of the batch count differently.
     """
-    if frozen or layer.axis_name is not None:
-        return layer.axis_name
-    axes = tuple(batch_cut())
-    if axes and mask is not None:
+    own = layer.axis_name
+    if frozen or (own is not None and layer.axis_index_groups is not None):
+        return own
+    names = () if own is None else tuple(own) if isinstance(own, tuple | list) else (own,)
+    varies = varying_axes(array_of(x))
+    more = tuple(a for a in batch_cut() if a not in names and a in varies and lax.axis_size(a) > 1)
+    if more and mask is not None:
         raise NotImplementedError(
-            f"BatchNorm with a mask in sk.value_and_grad over {axes}: devices count different numbers of elements, "
+            f"BatchNorm with a mask in sk.value_and_grad over {more}: devices count different numbers of elements, "
             "whose means can't be averaged; use jax.value_and_grad in the step (sk.shard_optimizer takes its gradients)"
         )
-    return axes or None
+    return (*names, *more) if more else own
+
+
+def averaging(layer: Any, x: Any, frozen: bool | None, mask: Any) -> contextlib.AbstractContextManager[None]:
+    """Flax's own batch norm averages its statistics over these axes meanwhile."""
+    return setting(layer, "axis_name", spread_over(layer, x, frozen, mask))
 
 
 def averaged(mean: Any, var: Any, axes: Any, fast_variance: bool) -> tuple[Any, Any]:
-    """Mean and variance of the whole batch from those of equal parts, in one all-reduce or, more exactly, in two."""
+    """Mean and variance of the whole batch from those of equal parts, in one all-reduce or, more exactly, in two.
+
+    Args:
+      mean, var: of the part.
+      axes: an axis, or several. Along batch axes that cut no more than what the part's own have been reduced over, they
+        are the same already.
+      fast_variance: ``E[|x|^2] - |E[x]|^2``.
+    """
+    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    names = tuple(axis for axis in names if axis not in batch_cut() or axis in varying_axes(mean))
+    if not names:
+        return mean, var
+    dtypes = mean.dtype, var.dtype
+    mean, var = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (mean, var))  # XLA on CPU needs it, too
     if fast_variance:
-        both = lax.pmean(jnp.stack([mean, var + _abs_squared(mean)]), axes)
-        return both[0], jnp.maximum(jnp.real(both[1]) - _abs_squared(both[0]), 0)
-    whole = lax.pmean(mean, axes)
-    return whole, lax.pmean(var + _abs_squared(mean - whole), axes)
+        both = lax.pmean(jnp.stack([mean, var + _abs_squared(mean)]), names)
+        mean, var = both[0], jnp.maximum(jnp.real(both[1]) - _abs_squared(both[0]), 0)
+    else:
+        part, mean = mean, lax.pmean(mean, names)
+        var = lax.pmean(var + _abs_squared(part - mean), names)
+    return mean.astype(dtypes[0]), var.astype(dtypes[1])
 
 
 def _abs_squared(x: Any) -> Any:

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from shardkit.arrays.placing import constrain
 from shardkit.meshes import holds_arrays
 from shardkit.optim.sharded_params import stage3_layout
-from shardkit.parallel.linen.session import WRAPS, Session, plain_class
+from shardkit.parallel.linen.session import Session
+from shardkit.parallel.linen.wrapping import WRAPS, plain_class
 from shardkit.parallel.matching import read_plans
 from shardkit.parallel.paths import PathPattern, join_path
 from shardkit.parallel.plans import LayerPlan

@@ -21,6 +21,7 @@ from shardkit.parallel.layers.norms import (
 from shardkit.parallel.layers.operands import say_once, whole
 from shardkit.parallel.layers.setting import setting
 from shardkit.parallel.layers.spread import spread_over
+from shardkit.parallel.linen.wrapping import plain_class
 from shardkit.parallel.plans import Applied
 
 
@@ -46,7 +47,7 @@ def batch_norm(
     mean = module.variable("batch_stats", "mean", jnp.zeros, features, dtype)
     var = module.variable("batch_stats", "var", jnp.ones, features, dtype)
     scale, bias = _parameters(module, features)
-    running, axes = None, spread_over(module, frozen)
+    running, axes = None, spread_over(module, x, frozen)
     if frozen:
         running = mean.value, var.value
         if not module.force_float32_reductions:
@@ -59,12 +60,35 @@ def batch_norm(
 
 
 def spread_batch_norm(
-    module: Any, run: Callable[..., Any], x: Any, use_running_average: bool | None = None, *, mask: Any = None
+    module: Any,
+    run: Callable[..., Any],
+    x: Any,
+    use_running_average: bool | None = None,
+    *args: Any,
+    mask: Any = None,
+    **kwargs: Any,
 ) -> Any:
-    """``nn.BatchNorm``; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
-    frozen = nn.merge_param("use_running_average", module.use_running_average, use_running_average)
-    with setting(module, "axis_name", None if module.is_initializing() else spread_over(module, frozen, mask)):
-        return run(x, use_running_average, mask=mask)
+    """``nn.BatchNorm``, or a class made of it; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
+    if mask is not None:
+        kwargs["mask"] = mask
+    frozen = use_running_average if use_running_average is not None else module.use_running_average
+    if module.is_initializing() or frozen is None:
+        return run(x, use_running_average, *args, **kwargs)
+    axes = spread_over(module, x, frozen, mask)
+    short = not module.force_float32_reductions and plain_class(module) is nn.BatchNorm
+    if axes is not None and short and why_not_features(module.axis, x.ndim) is why_not_norm(module, mask) is None:
+        # Flax would average in a short dtype, at which XLA on CPU stops beside an Auto axis; ours does so in float32.
+        return batch_norm(module, Applied(_Whole(), None, ""), run, x, use_running_average)  # type: ignore[arg-type]
+    with setting(module, "axis_name", axes):
+        return run(x, use_running_average, *args, **kwargs)
+
+
+class _Whole:
+    """A plan that cuts nothing."""
+
+    def spatial_axes(self, ndim: int) -> dict[Any, int]:
+        del ndim
+        return {}
 
 
 def group_norm(module: Any, applied: Applied, run: Callable[..., Any], x: Any, *, mask: Any = None) -> Any:

@@ -15,6 +15,7 @@ from shardkit.parallel.layers.setting import setting
 from shardkit.parallel.linen.norms import spread_batch_norm
 from shardkit.parallel.linen.spatial import SPATIAL_LAYERS
 from shardkit.parallel.linen.tensor import ATTENTION, TENSOR_LAYERS, outputs_of, run_shared, share_of
+from shardkit.parallel.linen.wrapping import plain_class
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.paths import PathPattern, below, join_path
 from shardkit.parallel.plans import (
@@ -33,13 +34,7 @@ from shardkit.parallel.steps import around_layer
 from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh
 
-WRAPS = "_shardkit_wraps"  # of a model's class: the class it was
 _POSITIONWISE = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
-
-
-def plain_class(module: Any) -> type:
-    """The class of a module, without the plan that a model may carry."""
-    return getattr(type(module), WRAPS, type(module))
 
 
 def _spatial_dims(module: Any) -> int | None:
@@ -142,7 +137,7 @@ class Session:
             return SPATIAL_LAYERS[plain_class(module)](module, Applied(conv, self._mesh, path), plain, *args, **kwargs)
         if plain_class(module) is nn.Dropout:
             return linen_dropout(module, *args, **kwargs)
-        if plain_class(module) is nn.BatchNorm:
+        if isinstance(module, nn.BatchNorm):
             return spread_batch_norm(module, run, *args, **kwargs)
         ring = find_plan(items, RingAttention)
         if ring is not None:

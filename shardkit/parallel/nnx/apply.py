@@ -20,7 +20,7 @@ from shardkit.parallel.claims import Claims
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
-from shardkit.parallel.nnx.norms import ParallelBatchNorm
+from shardkit.parallel.nnx.norms import Averaging, ParallelBatchNorm
 from shardkit.parallel.nnx.regions import InRegion, holds_layers
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, check_own, outputs_of, share_of, share_out
@@ -88,7 +88,7 @@ def apply_plans(
         if own_class(layer) in _ALWAYS:
             layer.__class__ = _ALWAYS[own_class(layer)]  # what's around it is put there anew below
     for path, layer in alone.items():
-        if NNX.kind_of(layer) in ATTENTION and path not in chosen and not is_wrapped(layer):
+        if (NNX.kind_of(layer) in ATTENTION or _is_other_norm(layer)) and path not in chosen and not is_wrapped(layer):
             _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
@@ -202,7 +202,14 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
     around = around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters)
     if conv is not None and NNX.kind_of(layer) not in SPATIAL_LAYERS:
         around = dataclasses.replace(around, instead=InRegion(Applied(conv, mesh, path)))
+    elif _is_other_norm(layer):
+        around = dataclasses.replace(around, instead=Averaging())
     wrap(layer, around)
+
+
+def _is_other_norm(layer: Any) -> bool:
+    """A batch norm of a user's own class."""
+    return isinstance(layer, nnx.BatchNorm) and NNX.kind_of(layer) is not nnx.BatchNorm
 
 
 def _own_parameters(layer: Any) -> list[Any] | None:

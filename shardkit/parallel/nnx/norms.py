@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -21,8 +23,7 @@ from shardkit.parallel.layers.norms import (
     why_not_norm,
 )
 from shardkit.parallel.layers.operands import array_of, like, say_once, whole
-from shardkit.parallel.layers.setting import setting
-from shardkit.parallel.layers.spread import spread_over
+from shardkit.parallel.layers.spread import averaging, spread_over
 from shardkit.parallel.plans import Applied
 
 
@@ -38,18 +39,33 @@ def _running(old: Any, new: Any, momentum: float) -> Any:
     return lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype)
 
 
-def _own_batch_norm(layer: nnx.BatchNorm, x: Any, use_running_average: bool | None, mask: Any) -> Any:
-    """Flax's, with statistics of the whole of a spread batch."""
-    frozen = use_running_average if use_running_average is not None else layer.use_running_average
-    with setting(layer, "axis_name", spread_over(layer, frozen, mask)):
-        return nnx.BatchNorm.__call__(layer, x, use_running_average, mask=mask)
-
-
 class ParallelBatchNorm(nnx.BatchNorm):
     """``nnx.BatchNorm``; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         return _own_batch_norm(self, x, use_running_average, mask)
+
+
+def _own_batch_norm(layer: nnx.BatchNorm, x: Any, use_running_average: bool | None, mask: Any) -> Any:
+    """Flax's, with statistics of the whole of a spread batch."""
+    frozen = use_running_average if use_running_average is not None else layer.use_running_average
+    with averaging(layer, x, frozen, mask):
+        return nnx.BatchNorm.__call__(layer, x, use_running_average, mask=mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaging:
+    """The same around the call of a class that is made of ``nnx.BatchNorm``, whatever that does."""
+
+    def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs it. What it's given for Flax's arguments is taken for these."""
+        x, *others = args or (kwargs.get("x"),)
+        given = others[0] if others else kwargs.get("use_running_average")
+        frozen = layer.use_running_average if given is None else given
+        if not hasattr(x, "dtype"):
+            return run(*args, **kwargs)
+        with averaging(layer, x, frozen, kwargs.get("mask")):
+            return run(*args, **kwargs)
 
 
 class SpatialBatchNorm(nnx.BatchNorm):
@@ -67,7 +83,7 @@ class SpatialBatchNorm(nnx.BatchNorm):
             return _own_batch_norm(self, whole(x), use_running_average, mask)
         x, scale, bias, *running = _operands(self, x, self.mean[...], self.var[...])
         settings, applied = NormSettings.of(self), self.shardkit_plan
-        axes = spread_over(self, frozen)
+        axes = spread_over(self, x, frozen)
         y, mean, var = batch_norm(settings, x, scale, bias, applied, running if frozen else None, axes)
         if not frozen:
             self.mean[...] = _running(self.mean[...], mean, self.momentum)

@@ -32,6 +32,23 @@ def collective(kind, op_name, *, dims=(64, 32), axes=("dp",), size=4, in_loop=Fa
 
 
 @pytest.mark.parametrize(
+    ("dims", "op_name", "in_loop", "axes", "purpose"),
+    [
+        ((16, 32), BACKWARD + "conv_general_dilated", True, ("dp",), "gradient reduction"),  # a part of four of W
+        ((16, 31), BACKWARD + "conv_general_dilated", True, ("dp",), "halo"),
+        ((16, 32), BACKWARD + "conv_general_dilated", True, ("sp",), "halo"),  # where all see the same examples
+        ((16, 32), BACKWARD + "conv_general_dilated", False, ("dp",), "halo"),
+        ((16, 32), "jit(f)/jvp(Net)/conv_general_dilated", True, ("dp",), "halo"),
+        ((64, 32), BACKWARD + "conv_general_dilated", True, ("dp",), "halo"),
+    ],
+)
+def test_a_kernels_gradient_that_is_passed_on_in_parts(dims, op_name, in_loop, axes, purpose):
+    """As the compiler for a v5e sums small ones over the batch."""
+    one = collective("collective_permute", op_name, dims=dims, axes=axes, in_loop=in_loop)
+    assert reason(one, FACTS).purpose == purpose
+
+
+@pytest.mark.parametrize(
     ("kind", "op_name", "purpose"),
     [
         # Ours say so, under any transformation.
