@@ -205,6 +205,9 @@ class Checkpointer:
             with told(self._path):
                 self._writer.wait_until_finished()
         except Exception:  # not on Ctrl-C, when it's still being written
+            # The first error ends orbax's waiting, while a thread of its may yet write into what is deleted below.
+            with contextlib.suppress(Exception):
+                self._writer.wait_until_finished()
             written, self._writing = self._writing, None
             if written is not None:
                 self._give_up(written[1])
@@ -226,12 +229,20 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        try:
-            self.wait()
-        finally:
-            self._writer.close()
+        with contextlib.ExitStack() as last:
             if self._preemption is not None:
-                self._preemption.close()
+                last.callback(self._preemption.close)
+            try:
+                self.wait()
+            except Exception:
+                with contextlib.suppress(Exception):  # which would hide the first one
+                    self._writer.close()
+                raise
+            except BaseException:  # Ctrl-C
+                self._writer.close()
+                raise
+            with told(self._path):
+                self._writer.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -370,3 +371,32 @@ def test_interrupted_while_it_waits(tmp_path, monkeypatch):
                 checkpoints.wait()
         checkpoints.wait()
         assert checkpoints.steps() == [1]
+
+
+def test_a_failed_save_waits_for_what_still_writes(tmp_path, monkeypatch):
+    """Orbax writes its own small files in a thread, which mustn't find the folder gone."""
+    from etils.epath import backend
+
+    opened = backend._OsPathBackend.open
+
+    def slowly(self, path, mode):
+        if "_CHECKPOINT_METADATA" in str(path) and "w" in mode:
+            time.sleep(0.2)
+        return opened(self, path, mode)
+
+    def fails(self, directory):
+        raise ValueError("no")
+
+    monkeypatch.setattr(backend._OsPathBackend, "open", slowly)
+    with sk.Checkpointer(tmp_path, preemption=False) as checkpoints:
+        with monkeypatch.context() as broken:
+            broken.setattr(Handler, "finalize", fails)
+            checkpoints.save({"x": jnp.arange(4.0)}, 1)
+            with pytest.raises(sk.CheckpointError, match=r"could not be written to \S+: no; there is no whole one yet"):
+                checkpoints.wait()
+        checkpoints.save({"x": jnp.arange(4.0)}, 2)
+    assert checkpoints.steps() == [2]
+    monkeypatch.setattr(Handler, "finalize", fails)
+    with pytest.raises(sk.CheckpointError, match="could not be written"):
+        sk.save(tmp_path, {"x": jnp.arange(4.0)}, 3)
+    assert sk.latest_step(tmp_path) == 2

@@ -18,6 +18,16 @@ from shardkit.parallel.layers.operands import array_of
 from shardkit.parallel.layers.setting import setting
 
 
+def read_call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None, Any]:
+    """Input, whether running averages are taken, and mask of a call of a batch norm, or of a class made of one.
+
+    What stands where Flax's arguments do, or has their names, is taken for these.
+    """
+    x, *others = args or (kwargs.get("x"),)
+    given = others[0] if others else kwargs.get("use_running_average")
+    return x, layer.use_running_average if given is None else given, kwargs.get("mask")
+
+
 def spread_over(layer: Any, x: Any, frozen: bool | None, mask: Any = None) -> Any:
     """The axes to average a batch norm's statistics over.
 

@@ -20,7 +20,7 @@ from shardkit.parallel.layers.norms import (
 )
 from shardkit.parallel.layers.operands import say_once, whole
 from shardkit.parallel.layers.setting import setting
-from shardkit.parallel.layers.spread import spread_over
+from shardkit.parallel.layers.spread import read_call, spread_over
 from shardkit.parallel.linen.wrapping import plain_class
 from shardkit.parallel.plans import Applied
 
@@ -59,28 +59,19 @@ def batch_norm(
     return y
 
 
-def spread_batch_norm(
-    module: Any,
-    run: Callable[..., Any],
-    x: Any,
-    use_running_average: bool | None = None,
-    *args: Any,
-    mask: Any = None,
-    **kwargs: Any,
-) -> Any:
+def spread_batch_norm(module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``nn.BatchNorm``, or a class made of it; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
-    if mask is not None:
-        kwargs["mask"] = mask
-    frozen = use_running_average if use_running_average is not None else module.use_running_average
-    if module.is_initializing() or frozen is None:
-        return run(x, use_running_average, *args, **kwargs)
+    x, frozen, mask = read_call(module, args, kwargs)
+    if module.is_initializing() or frozen is None or not hasattr(x, "dtype"):
+        return run(*args, **kwargs)
     axes = spread_over(module, x, frozen, mask)
     short = not module.force_float32_reductions and plain_class(module) is nn.BatchNorm
     if axes is not None and short and why_not_features(module.axis, x.ndim) is why_not_norm(module, mask) is None:
         # Flax would average in a short dtype, at which XLA on CPU stops beside an Auto axis; ours does so in float32.
-        return batch_norm(module, Applied(_Whole(), None, ""), run, x, use_running_average)  # type: ignore[arg-type]
+        applied: Any = Applied(_Whole(), None, "")  # type: ignore[arg-type]
+        return batch_norm(module, applied, run, x, frozen if module.use_running_average is None else None)
     with setting(module, "axis_name", axes):
-        return run(x, use_running_average, *args, **kwargs)
+        return run(*args, **kwargs)
 
 
 class _Whole:

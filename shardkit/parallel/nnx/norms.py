@@ -23,7 +23,7 @@ from shardkit.parallel.layers.norms import (
     why_not_norm,
 )
 from shardkit.parallel.layers.operands import array_of, like, say_once, whole
-from shardkit.parallel.layers.spread import averaging, spread_over
+from shardkit.parallel.layers.spread import averaging, read_call, spread_over
 from shardkit.parallel.plans import Applied
 
 
@@ -58,13 +58,11 @@ class Averaging:
     """The same around the call of a class that is made of ``nnx.BatchNorm``, whatever that does."""
 
     def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs it. What it's given for Flax's arguments is taken for these."""
-        x, *others = args or (kwargs.get("x"),)
-        given = others[0] if others else kwargs.get("use_running_average")
-        frozen = layer.use_running_average if given is None else given
+        """Runs it."""
+        x, frozen, mask = read_call(layer, args, kwargs)
         if not hasattr(x, "dtype"):
             return run(*args, **kwargs)
-        with averaging(layer, x, frozen, kwargs.get("mask")):
+        with averaging(layer, x, frozen, mask):
             return run(*args, **kwargs)
 
 
