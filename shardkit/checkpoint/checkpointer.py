@@ -229,20 +229,18 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as last:
-            if self._preemption is not None:
-                last.callback(self._preemption.close)
-            try:
-                self.wait()
-            except Exception:
-                with contextlib.suppress(Exception):  # which would hide the first one
-                    self._writer.close()
-                raise
-            except BaseException:  # Ctrl-C
+        try:
+            self.wait()
+        except BaseException:
+            with contextlib.suppress(Exception):  # which would hide the first one
                 self._writer.close()
-                raise
+            raise
+        else:
             with told(self._path):
                 self._writer.close()
+        finally:
+            if self._preemption is not None:
+                self._preemption.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -74,7 +74,7 @@ def reshard(
         return _described(x, src, goal)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return shard_tensor(x, goal)  # keys of random numbers, which only JAX can take apart
-    if not isinstance(x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x, Tracer):
+    if not isinstance(_held(x), Tracer):
         check_holds_arrays(where, "reshard")
     if manual_axes():
         return _within(x, src, goal)
@@ -109,8 +109,7 @@ def unshard(x: Any) -> jax.Array:
       >>> sk.unshard(x).shape
       (5,)
     """
-    held = x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x
-    if isinstance(held, Tracer) and manual_axes():
+    if isinstance(_held(x), Tracer) and manual_axes():
         raise ValueError(
             "unshard moves whole arrays, but here (inside jax.shard_map) a value is one device's block; call it "
             "outside, or use lax.all_gather"
@@ -119,6 +118,11 @@ def unshard(x: Any) -> jax.Array:
     mesh = mesh_of(x)
     whole: Any = x if mesh is None else reshard(x, {}, mesh)
     return whole.value if isinstance(whole, Padded) else whole
+
+
+def _held(x: Any) -> Any:
+    """The JAX array that it's made of."""
+    return x.stack if isinstance(x, PartialArray) else x.array if isinstance(x, Padded) else x
 
 
 def _array(x: Any) -> Any:

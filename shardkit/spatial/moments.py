@@ -87,14 +87,15 @@ class _Moments:
         # Cleared before anything else, too: a NaN in a tail would come back through the derivative of its square.
         x = reduction.clear(block.astype(self.dtype), at)
         if self.fast_variance:
-            first, second = total(x), total(_abs_squared(x))
+            first, second = total(x), total(abs_squared(x))
             both = reduction.psum(jnp.stack([first, second.astype(first.dtype)]))
             mean, square = both[0] / reduction.count, jnp.real(both[1]) / reduction.count
-            return mean, jnp.maximum(square - _abs_squared(mean), 0)
+            return mean, jnp.maximum(square - abs_squared(mean), 0)
         mean = reduction.psum(total(x)) / reduction.count
-        squares = reduction.clear(_abs_squared(x - mean), at)
+        squares = reduction.clear(abs_squared(x - mean), at)
         return mean, reduction.psum(total(squares)) / reduction.count
 
 
-def _abs_squared(x: Array) -> Array:
+def abs_squared(x: Array) -> Array:
+    """``|x|^2``, real also of complex numbers."""
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else x * x

@@ -14,7 +14,7 @@ from shardkit.arrays import Padded, pad_to
 from shardkit.parallel.layers.operands import array_of, cleared, like, placed_along
 from shardkit.parallel.layers.spread import averaged
 from shardkit.parallel.plans import Applied
-from shardkit.spatial.moments import moments
+from shardkit.spatial.moments import abs_squared, moments
 from shardkit.spatial.operands import clear_tails
 from shardkit.spatial.pooling.global_pool import ring_global_pool
 
@@ -205,7 +205,7 @@ def _statistics(
             mesh=applied.mesh,
         )
     else:
-        squares = like(x, _abs_squared(array.astype(dtype)))
+        squares = like(x, abs_squared(array.astype(dtype)))
         var = ring_global_pool(squares, "mean", dims, spatial_axes=spatial, keepdims=True, mesh=applied.mesh)
         mean = jnp.zeros((), dtype)
     mean, var = array_of(mean), array_of(var)
@@ -231,15 +231,11 @@ def _local_statistics(x: Any, dims: tuple[int, ...], dtype: Any, fast: bool, cen
         return values.sum(dims, keepdims=True) / count
 
     if not centered:
-        return jnp.zeros((), dtype), average(_abs_squared(array))
+        return jnp.zeros((), dtype), average(abs_squared(array))
     mean = average(array)
     if fast:
-        return mean, jnp.maximum(average(_abs_squared(array)) - _abs_squared(mean), 0)
-    return mean, average(clear_tails(_abs_squared(array - mean), x.shape, dims))
-
-
-def _abs_squared(x: Any) -> Any:
-    return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else x * x
+        return mean, jnp.maximum(average(abs_squared(array)) - abs_squared(mean), 0)
+    return mean, average(clear_tails(abs_squared(array - mean), x.shape, dims))
 
 
 def _normalize(settings: NormSettings, x: Any, mean: Any, var: Any, scale: Any, bias: Any) -> Any:

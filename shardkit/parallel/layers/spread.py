@@ -16,6 +16,7 @@ from shardkit._compat import varying_axes
 from shardkit.optim.batch import batch_cut
 from shardkit.parallel.layers.operands import array_of
 from shardkit.parallel.layers.setting import setting
+from shardkit.spatial.moments import abs_squared
 
 
 def read_call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None, Any]:
@@ -47,7 +48,7 @@ def spread_over(layer: Any, x: Any, frozen: bool | None, mask: Any = None) -> An
     own = layer.axis_name
     if frozen or (own is not None and layer.axis_index_groups is not None):
         return own
-    names = () if own is None else tuple(own) if isinstance(own, tuple | list) else (own,)
+    names = () if own is None else _names(own)
     varies = varying_axes(array_of(x))
     more = tuple(a for a in batch_cut() if a not in names and a in varies and lax.axis_size(a) > 1)
     if more and mask is not None:
@@ -72,20 +73,19 @@ def averaged(mean: Any, var: Any, axes: Any, fast_variance: bool) -> tuple[Any, 
         are the same already.
       fast_variance: ``E[|x|^2] - |E[x]|^2``.
     """
-    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    names = tuple(axis for axis in names if axis not in batch_cut() or axis in varying_axes(mean))
+    names = tuple(axis for axis in _names(axes) if axis not in batch_cut() or axis in varying_axes(mean))
     if not names:
         return mean, var
     dtypes = mean.dtype, var.dtype
     mean, var = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (mean, var))  # XLA on CPU needs it, too
     if fast_variance:
-        both = lax.pmean(jnp.stack([mean, var + _abs_squared(mean)]), names)
-        mean, var = both[0], jnp.maximum(jnp.real(both[1]) - _abs_squared(both[0]), 0)
+        both = lax.pmean(jnp.stack([mean, var + abs_squared(mean)]), names)
+        mean, var = both[0], jnp.maximum(jnp.real(both[1]) - abs_squared(both[0]), 0)
     else:
         part, mean = mean, lax.pmean(mean, names)
-        var = lax.pmean(var + _abs_squared(part - mean), names)
+        var = lax.pmean(var + abs_squared(part - mean), names)
     return mean.astype(dtypes[0]), var.astype(dtypes[1])
 
 
-def _abs_squared(x: Any) -> Any:
-    return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else x * x
+def _names(axes: Any) -> tuple[Any, ...]:
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)

@@ -20,7 +20,7 @@ from shardkit.parallel.claims import Claims
 from shardkit.parallel.matching import Framework, Matcher, batch_axes_of
 from shardkit.parallel.nnx.dropout import ParallelDropout
 from shardkit.parallel.nnx.embedding import ParallelEmbed
-from shardkit.parallel.nnx.norms import Averaging, ParallelBatchNorm
+from shardkit.parallel.nnx.norms import Averaging
 from shardkit.parallel.nnx.regions import InRegion, holds_layers
 from shardkit.parallel.nnx.spatial import SPATIAL_LAYERS
 from shardkit.parallel.nnx.tensor import ATTENTION, TENSOR_LAYERS, check_own, outputs_of, share_of, share_out
@@ -43,10 +43,10 @@ from shardkit.parallel.tensor.layers import Sharing
 from shardkit.placements import AnyMesh, Layout
 
 _POSITIONWISE = (nnx.LayerNorm, nnx.RMSNorm, nnx.Dropout)
-# What every such layer becomes, with a plan of its own or without: it must know of a spread batch.
-_ALWAYS = {nnx.Dropout: ParallelDropout, nnx.BatchNorm: ParallelBatchNorm}
-_TWINS = {twin: base for twins in (SPATIAL_LAYERS, _ALWAYS) for base, twin in twins.items()}
-_TWINS[ParallelEmbed] = nnx.Embed
+_TWINS = {twin: base for base, twin in SPATIAL_LAYERS.items()} | {
+    ParallelDropout: nnx.Dropout,
+    ParallelEmbed: nnx.Embed,
+}
 
 
 def _kind_of(layer: Any) -> type:
@@ -85,10 +85,11 @@ def apply_plans(
     claims = _claims(chosen, alone, mesh)
     batch = batch_axes_of(plans.values())
     for layer in alone.values():
-        if own_class(layer) in _ALWAYS:
-            layer.__class__ = _ALWAYS[own_class(layer)]  # what's around it is put there anew below
+        if own_class(layer) is nnx.Dropout:
+            layer.__class__ = ParallelDropout  # what's around it is put there anew below
     for path, layer in alone.items():
-        if (NNX.kind_of(layer) in ATTENTION or _is_other_norm(layer)) and path not in chosen and not is_wrapped(layer):
+        knows = NNX.kind_of(layer) in ATTENTION or isinstance(layer, nnx.BatchNorm)  # of a spread batch, plan or none
+        if knows and path not in chosen and not is_wrapped(layer):
             _put(layer, (), mesh, path, batch)
     for path, items in chosen.items():
         _put(alone[path], items, mesh, path, batch)
@@ -202,14 +203,9 @@ def _put(layer: Any, items: tuple[LayerPlan, ...], mesh: AnyMesh, path: str, bat
     around = around_layer(items, mesh, path, outputs=outputs, table=table, attends=attends, parameters=_own_parameters)
     if conv is not None and NNX.kind_of(layer) not in SPATIAL_LAYERS:
         around = dataclasses.replace(around, instead=InRegion(Applied(conv, mesh, path)))
-    elif _is_other_norm(layer):
+    elif isinstance(layer, nnx.BatchNorm):
         around = dataclasses.replace(around, instead=Averaging())
     wrap(layer, around)
-
-
-def _is_other_norm(layer: Any) -> bool:
-    """A batch norm of a user's own class."""
-    return isinstance(layer, nnx.BatchNorm) and NNX.kind_of(layer) is not nnx.BatchNorm
 
 
 def _own_parameters(layer: Any) -> list[Any] | None:

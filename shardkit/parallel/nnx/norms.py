@@ -23,7 +23,7 @@ from shardkit.parallel.layers.norms import (
     why_not_norm,
 )
 from shardkit.parallel.layers.operands import array_of, like, say_once, whole
-from shardkit.parallel.layers.spread import averaging, read_call, spread_over
+from shardkit.parallel.layers.spread import averaging, read_call
 from shardkit.parallel.plans import Applied
 
 
@@ -39,23 +39,12 @@ def _running(old: Any, new: Any, momentum: float) -> Any:
     return lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype)
 
 
-class ParallelBatchNorm(nnx.BatchNorm):
-    """``nnx.BatchNorm``; in ``sk.value_and_grad`` its statistics are those of the whole batch."""
-
-    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
-        return _own_batch_norm(self, x, use_running_average, mask)
-
-
-def _own_batch_norm(layer: nnx.BatchNorm, x: Any, use_running_average: bool | None, mask: Any) -> Any:
-    """Flax's, with statistics of the whole of a spread batch."""
-    frozen = use_running_average if use_running_average is not None else layer.use_running_average
-    with averaging(layer, x, frozen, mask):
-        return nnx.BatchNorm.__call__(layer, x, use_running_average, mask=mask)
-
-
 @dataclasses.dataclass(frozen=True)
 class Averaging:
-    """The same around the call of a class that is made of ``nnx.BatchNorm``, whatever that does."""
+    """Around a batch norm's call: in ``sk.value_and_grad`` its statistics are those of the whole batch.
+
+    Also of a class that is made of ``nnx.BatchNorm``, whatever else that does.
+    """
 
     def __call__(self, layer: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs it."""
@@ -78,11 +67,10 @@ class SpatialBatchNorm(nnx.BatchNorm):
             say_once(self.shardkit_plan, "BatchNorm", reason)
         if reason is not None or frozen is None or (frozen and not isinstance(x, Padded)):
             # With running averages there is nothing to reduce: Flax's own elementwise code is right.
-            return _own_batch_norm(self, whole(x), use_running_average, mask)
+            return nnx.BatchNorm.__call__(self, whole(x), use_running_average, mask=mask)
         x, scale, bias, *running = _operands(self, x, self.mean[...], self.var[...])
         settings, applied = NormSettings.of(self), self.shardkit_plan
-        axes = spread_over(self, x, frozen)
-        y, mean, var = batch_norm(settings, x, scale, bias, applied, running if frozen else None, axes)
+        y, mean, var = batch_norm(settings, x, scale, bias, applied, running if frozen else None, self.axis_name)
         if not frozen:
             self.mean[...] = _running(self.mean[...], mean, self.momentum)
             self.var[...] = _running(self.var[...], var, self.momentum)
