@@ -314,14 +314,51 @@ def test_its_own_axis_and_others():
     np.testing.assert_allclose(value, loss_of(plain(X)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_statistics_in_short_floats_beside_an_auto_axis(dtype):
-    """XLA on CPU can't average them there; in float32 it can."""
+def test_statistics_in_short_floats_beside_an_auto_axis(dtype, fast):
+    """XLA on CPU can't sum them there, nor their derivatives; in float32 it can."""
     mesh = sk.make_mesh({"dp": 4, "tp": 2})
-    norm = nn.BatchNorm(False, dtype=dtype, force_float32_reductions=False)
-    norm = sk.parallelize(norm, {"": sk.DataParallel("dp")}, mesh)
-    got, wanted = spread_loss(norm, mesh, jnp.asarray(X, dtype))
-    assert got == pytest.approx(wanted, rel=2e-2)
+    settings = {"dtype": dtype, "param_dtype": dtype, "force_float32_reductions": False, "use_fast_variance": fast}
+    norm = sk.parallelize(nn.BatchNorm(False, **settings), {"": sk.DataParallel("dp")}, mesh)
+    plain = nn.BatchNorm(False, **settings | {"dtype": jnp.float32, "force_float32_reductions": True})
+    variables = norm.init(jax.random.key(0), X)
+
+    def loss(module):
+        def of(w, rest, x):
+            y, changed = module.apply(variables | rest, x * w.astype(x.dtype), mutable=["batch_stats"])
+            return loss_of(y), changed
+
+        return of
+
+    rest = {"batch_stats": variables["batch_stats"]}
+    w = jnp.ones(3, jnp.float32) + jnp.arange(3)
+    step = sk.value_and_grad(loss(norm), has_aux=True, batch_axes="dp", batch_argnums=2, mesh=mesh)
+    (got, changed), grads = jax.jit(step)(w, rest, jnp.asarray(X, dtype))
+    (wanted, stats), wanted_grads = jax.value_and_grad(loss(plain), has_aux=True)(w, rest, X)
+    np.testing.assert_allclose(np.float32(got), wanted, rtol=2e-2)
+    np.testing.assert_allclose(np.float32(sk.unshard(grads)), wanted_grads, atol=2e-2)
+    for a, b, before in zip(*map(jax.tree.leaves, (changed, stats, rest)), strict=True):
+        assert (a.dtype, a.shape) == (before.dtype, before.shape)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-2, atol=2e-2)
+
+
+def test_axes_of_one_device():
+    """They cut nothing, and what is averaged over the others comes out once all the same."""
+    mesh = sk.make_mesh({"dp": 1, "fsdp": 8})
+    layer = sk.parallelize(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), {"": sk.DataParallel("dp")}, mesh)
+    graph, state = nnx.split(layer)
+
+    def loss(w, s, x):
+        norm = nnx.merge(graph, s, copy=True)
+        return w * loss_of(norm(x)), nnx.state(norm, nnx.BatchStat)
+
+    step = sk.value_and_grad(loss, has_aux=True, batch_axes=("dp", "fsdp"), batch_argnums=2, mesh=mesh)
+    (value, stats), _ = jax.jit(step)(jnp.ones(()), state, X)
+    plain = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(value, loss_of(plain(X)), rtol=1e-5)
+    for a, b in zip(flat(stats), flat(nnx.state(plain, nnx.BatchStat)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_one_device_takes_masks():

@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 from shardkit.arrays import Padded, pad_to
 from shardkit.parallel.layers.operands import array_of, cleared, like, placed_along
-from shardkit.parallel.layers.spread import averaged
+from shardkit.parallel.layers.spread import averaged, on_parts
 from shardkit.parallel.plans import Applied
 from shardkit.spatial.moments import abs_squared, moments
 from shardkit.spatial.operands import clear_tails
@@ -106,7 +106,11 @@ def batch_norm(
         mean, var = _statistics(settings, x, tuple(range(x.ndim - 1)), applied)
         mean, var = mean.reshape(-1), var.reshape(-1)
         if axes is not None:
-            mean, var = averaged(mean, var, axes, settings.fast_variance)
+            dtypes = mean.dtype, var.dtype
+            whole = averaged(mean, var, axes, settings.fast_variance)
+            mean, var = (on_parts(s, x, dtype) for s, dtype in zip(whole, dtypes, strict=True))
+            y = _normalize(settings, x, mean, var, scale, bias)
+            return y, *(s.astype(dtype) for s, dtype in zip(whole, dtypes, strict=True))
     return _normalize(settings, x, mean, var, scale, bias), mean, var
 
 

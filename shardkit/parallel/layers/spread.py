@@ -17,6 +17,7 @@ from shardkit.optim.batch import batch_cut
 from shardkit.parallel.layers.operands import array_of
 from shardkit.parallel.layers.setting import setting
 from shardkit.spatial.moments import abs_squared
+from shardkit.varying import varying
 
 
 def read_call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None, Any]:
@@ -50,8 +51,8 @@ def spread_over(layer: Any, x: Any, frozen: bool | None, mask: Any = None) -> An
         return own
     names = () if own is None else _names(own)
     varies = varying_axes(array_of(x))
-    more = tuple(a for a in batch_cut() if a not in names and a in varies and lax.axis_size(a) > 1)
-    if more and mask is not None:
+    more = tuple(axis for axis in batch_cut() if axis not in names and axis in varies)
+    if mask is not None and any(lax.axis_size(axis) > 1 for axis in more):
         raise NotImplementedError(
             f"BatchNorm with a mask in sk.value_and_grad over {more}: devices count different numbers of elements, "
             "whose means can't be averaged; use jax.value_and_grad in the step (sk.shard_optimizer takes its gradients)"
@@ -67,6 +68,9 @@ def averaging(layer: Any, x: Any, frozen: bool | None, mask: Any) -> contextlib.
 def averaged(mean: Any, var: Any, axes: Any, fast_variance: bool) -> tuple[Any, Any]:
     """Mean and variance of the whole batch from those of equal parts, in one all-reduce or, more exactly, in two.
 
+    In float32 at least. (XLA on CPU stops at sums of shorter floats beside an Auto axis: cast what comes back to the
+    devices, for derivatives are summed there, by ``on_parts``.)
+
     Args:
       mean, var: of the part.
       axes: an axis, or several. Along batch axes that cut no more than what the part's own have been reduced over, they
@@ -76,15 +80,17 @@ def averaged(mean: Any, var: Any, axes: Any, fast_variance: bool) -> tuple[Any, 
     names = tuple(axis for axis in _names(axes) if axis not in batch_cut() or axis in varying_axes(mean))
     if not names:
         return mean, var
-    dtypes = mean.dtype, var.dtype
-    mean, var = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (mean, var))  # XLA on CPU needs it, too
+    mean, var = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (mean, var))
     if fast_variance:
         both = lax.pmean(jnp.stack([mean, var + abs_squared(mean)]), names)
-        mean, var = both[0], jnp.maximum(jnp.real(both[1]) - abs_squared(both[0]), 0)
-    else:
-        part, mean = mean, lax.pmean(mean, names)
-        var = lax.pmean(var + abs_squared(part - mean), names)
-    return mean.astype(dtypes[0]), var.astype(dtypes[1])
+        return both[0], jnp.maximum(jnp.real(both[1]) - abs_squared(both[0]), 0)
+    whole = lax.pmean(mean, names)
+    return whole, lax.pmean(var + abs_squared(mean - whole), names)
+
+
+def on_parts(statistic: Any, x: Any, dtype: Any) -> Any:
+    """A statistic of the whole batch, on each device for its part ``x``, in a dtype."""
+    return varying(statistic, sorted(varying_axes(array_of(x)) & {*batch_cut()})).astype(dtype)
 
 
 def _names(axes: Any) -> tuple[Any, ...]:
